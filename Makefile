@@ -17,6 +17,8 @@ DEMO_ARGS ?=
 FP8SERVE_CUDA ?=
 FP8SERVE_CUDA_ARCHS ?=
 CUDA_ARGS ?=
+# --record: what the kernels take of a chip becomes csrc/cuda/resources.json.
+CUDA_RECORD ?=
 GPU_ARGS ?=
 
 CXX_SOURCES = $(shell find csrc tests examples -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
@@ -33,7 +35,7 @@ DOCS_REQUIREMENTS = import tomllib; p = tomllib.load(open("pyproject.toml", "rb"
   print(*p["project"]["optional-dependencies"]["docs"], sep="\n")
 
 
-.PHONY: help setup weights options routes pictures compatibility docs demo test test-all coverage lint format typecheck cuda gpu wheel lock clean
+.PHONY: help setup weights options routes pictures console-pictures compatibility docs demo test test-all coverage lint format typecheck cuda gpu wheel lock clean
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -66,6 +68,10 @@ routes: setup ## write docs/routes.md, what every route takes and answers
 
 pictures: setup ## draw the pictures of docs/concepts.md
 	$(BIN)/python -m fp8serve.bench.concepts docs/concepts
+
+# MODEL: a calibrated model that holds conversations, in a directory whose name the pictures show.
+console-pictures: setup ## take the pictures of docs/console.md in a browser; MODEL=DIR, and EVERY=DIR for every view
+	$(BIN)/python -m tests.server.console.pictures $(MODEL) $(EVERY)
 
 compatibility: setup ## write docs/compatibility.md, by testing every architecture
 	$(BIN)/python -m tests.compatibility.page > docs/compatibility.md.new
@@ -115,13 +121,14 @@ typecheck: setup
 	@ln -s ../../../calibrate build/typecheck/fp8serve/calibration
 	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p fp8serve
 
-cuda: .venv/packages ## compile the CUDA kernels for all architectures (needs nvcc, no GPU) and look for their FP8 instructions
+cuda: .venv/packages ## compile the CUDA kernels for all architectures (needs nvcc, no GPU) and look at their instructions and registers
 	$(PIP) install --quiet --no-deps $(CUDA_PACKAGES)
 	$(BIN)/cmake -S csrc -B build/cuda -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DFP8SERVE_CUDA=ON \
 	  $(if $(FP8SERVE_CUDA_ARCHS),"-DFP8SERVE_CUDA_ARCHS=$(FP8SERVE_CUDA_ARCHS)") \
 	  $(if $(shell command -v ccache),-DCMAKE_CUDA_COMPILER_LAUNCHER=ccache -DCMAKE_CXX_COMPILER_LAUNCHER=ccache) $(CUDA_ARGS)
 	$(BIN)/cmake --build build/cuda --target fp8serve_cuda
 	$(BIN)/python tests/cuda/sass.py build/cuda/libfp8serve_cuda.so
+	$(BIN)/python tests/cuda/resources.py build/cuda/libfp8serve_cuda.so $(CUDA_RECORD)
 
 # With the Python that is there, and no network: a machine with a GPU may be borrowed, and bare.
 gpu: ## build, test and measure on the GPU of this machine; writes benchmarks/<gpu>-<date>.json

@@ -66,7 +66,7 @@ def _controller() -> tuple[Path, str]:
 
 
 def charged(group: Path | None) -> int | None:
-    """The most that the group was ever charged with."""
+    """The largest amount charged to the group."""
     if group is None:
         return None
     for name in ("memory.peak", "memory.max_usage_in_bytes"):

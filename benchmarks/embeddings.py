@@ -210,7 +210,7 @@ def calibrated(model: Path, folder: Path) -> Path:
 
 
 def run(model: Path, fp8: Path | None, peer: str | None, rounds: int) -> dict[str, Any]:
-    """Everything that the file holds, but for where it comes from."""
+    """The contents of the file, except its origin."""
     from fp8serve.calibration.data import PASSAGES
     from fp8serve.model.text.tokenizer import Tokenizer
     from fp8serve.running import RunningServer

@@ -6,10 +6,11 @@
 makes DIR/model, a Qwen3-MoE with random weights in BF16, and DIR/model.gguf, which `fp8serve convert` writes of it for
 llama.cpp, unless they are there; measures; and prints one JSON object, which it also leaves in OUT as
 experts-<date>.json. PYTHON is the interpreter of an environment with `transformers` and `llama-cpp-python`; what
-failed, such as a peer that is not installed, is named on standard error, and the exit status is then 1. Peers:
-transformers in BF16; llama.cpp in BF16 and, of the same bytes as ours, in Q8_0: as it chooses to run it, and with its
-weights as they lie in the file ("plain"), for with AMX and more than one token llama-cpp-python 0.3.36 crashes on
-experts in Q8_0. All decode greedily behind random prompts of 256 tokens, one sequence and eight.
+failed, such as a peer that is not installed, is named on standard error, and the exit status is then 1. Peers: our own
+engine with a head in FP8, which is what llama.cpp's Q8_0 compares with; transformers in BF16; llama.cpp in BF16 and,
+of the same bytes as ours, in Q8_0: as it chooses to run it, and with its weights as they lie in the file ("plain"), for
+with AMX and more than one token llama-cpp-python 0.3.36 crashes on experts in Q8_0. All decode greedily behind random
+prompts of 256 tokens, one sequence and eight.
 
     python benchmarks/experts.py transformers DIR/model BATCH
     python benchmarks/experts.py llama DIR/model.gguf BF16|Q8_0 BATCH [plain]
@@ -80,7 +81,9 @@ def run(folder: Path, python: str, recipe: str, rounds: int, out: Path) -> int:
 
     here, model = str(Path(__file__).resolve()), str(folder / "model")
     gguf = str(folder / "model.gguf")
-    peers = [("transformers BF16", [python, here, "transformers", model, "{batch}"])]
+    ours = [sys.executable, "-m", "fp8serve.cli", "bench", "engine", model, "--recipe", recipe, "--head-dtype", "fp8"]
+    peers = [("fp8serve, head in FP8", [*ours, "--batch", "{batch}", "--json"])]
+    peers.append(("transformers BF16", [python, here, "transformers", model, "{batch}"]))
     for kind, *layout in (["BF16"], ["Q8_0"], ["Q8_0", "plain"]):
         command = [python, here, "llama", gguf, kind, "{batch}", *layout]
         peers.append((" ".join(["llama.cpp", kind, *layout]), command))

@@ -1,6 +1,8 @@
-"""Everything that needs a GPU, in one command: build, test, measure, check memory, write benchmarks/<gpu>-<date>.json.
+"""Everything that needs a GPU, in one command: build, test, measure, check memory, write benchmarks/<gpu>-<date>.json
+and the page of it, .md.
 
     make gpu        or        python benchmarks/gpu.py [--cutlass PATH] [--skip build,test,measure,tune,sanitize]
+    make gpu GPU_ARGS=--dry-run                        the same on a machine without a GPU, as far as that goes
 
 Needs a GPU, a torch with CUDA, nvcc, CMake, ninja and pytest, and no network. CUTLASS comes from the nvidia-cutlass
 package, from a wheel of it in the repository or in build/, or from --cutlass: a wheel, or a folder that holds
@@ -9,6 +11,10 @@ include/cutlass.
 Planned for 8 minutes on 16 cores: building 3, testing 1.5, measuring 1.5, tiles 0.5, the sanitizer with what is left.
 A machine may be lent for minutes only, and a kernel that nobody ran before may hang: every test file and every group of
 measurements has a process and a time limit of its own, and the results are written after each part.
+
+--dry-run rehearses: the build is configured without CUDA and its steps are listed, tests for a GPU are collected, every
+measurement runs on the CPU with small sizes, tiles are tuned into a copy of the table, and what compute-sanitizer would
+run is collected. It shows that nothing is missing and no name is wrong; its figures mean nothing.
 """
 
 import argparse
@@ -95,9 +101,18 @@ def compiled(settings: list[str]) -> Result:
     return configured if configured["status"] else run(["ninja", "-C", BUILD], LIMITS["build"])
 
 
+def rehearsed_build() -> Result:
+    """Configures the library for the CPU and lists what would be compiled."""
+    folder, plain = BUILD / "rehearsal", [f"-DPython_EXECUTABLE={sys.executable}", "-DFP8SERVE_CUDA=OFF"]
+    configured = run(["cmake", "-S", "csrc", "-B", folder, "-G", "Ninja", *plain], LIMITS["configure"])
+    return configured if configured["status"] else run(["ninja", "-C", folder, "-n"], LIMITS["build"])
+
+
 def build(options: argparse.Namespace) -> Result:
     """The libraries for the GPU that is there; without CUTLASS if it will not compile with it."""
     BUILD.mkdir(parents=True, exist_ok=True)
+    if options.dry_run:
+        return rehearsed_build()
     arch = f"-DFP8SERVE_CUDA_ARCHS={present_architecture()}"
     folder = cutlass(options.cutlass)
     parts = {"build": compiled([arch, *([f"-DFP8SERVE_CUTLASS_DIR={folder.resolve()}"] if folder else [])])}
@@ -136,11 +151,16 @@ def test_files() -> list[Path]:
     return [path for path in found if path.parent.name == "cuda" or "mark.gpu" in path.read_text()]
 
 
+def collecting(options: argparse.Namespace) -> list[str]:
+    """What keeps pytest from running anything in a rehearsal."""
+    return ["--collect-only"] if options.dry_run else []
+
+
 def test(options: argparse.Namespace) -> Result:
     """Every file in a process of its own, four at a time."""
 
     def one(path: Path) -> Result:
-        result = run([*PYTEST, path.relative_to(ROOT)], LIMITS["test"])
+        result = run([*PYTEST, *collecting(options), path.relative_to(ROOT)], LIMITS["test"])
         return result | ({"status": 0} if result["status"] == 5 else {})  # 5: no test in this file is for a GPU
 
     files = test_files()
@@ -150,14 +170,23 @@ def test(options: argparse.Namespace) -> Result:
     return together(parts) | {"seconds": round(time.monotonic() - begin, 1)}
 
 
+SANITIZERS = {
+    "memcheck": "accesses out of bounds and misaligned ones",
+    "racecheck": "threads of a block that read shared memory while others write it",
+    "synccheck": "barriers that not all threads come to",
+}
+
+
 def sanitize(options: argparse.Namespace) -> Result:
-    """Out-of-bounds and misaligned accesses, over the small inputs of every op."""
-    tool = shutil.which("compute-sanitizer")
+    """Every tool of SANITIZERS over the small inputs of every op."""
+    tool, over = shutil.which("compute-sanitizer"), [*PYTEST, *collecting(options), "tests/cuda", "-k", "test_cases"]
+    if options.dry_run:
+        return run(over, LIMITS["sanitize"])
     if tool is None:
         return {"status": None, "seconds": 0, "tail": "compute-sanitizer was not found"}
-    flags = ["--tool", "memcheck", "--error-exitcode", "9", "--target-processes", "all"]
-    command = [tool, *flags, *PYTEST, "tests/cuda", "-k", "test_cases"]
-    return run(command, LIMITS["sanitize"], PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    flags = ["--error-exitcode", "9", "--target-processes", "all"]
+    limit, uncached = LIMITS["sanitize"], {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    return together({name: run([tool, "--tool", name, *flags, *over], limit, **uncached) for name in SANITIZERS})
 
 
 # --- measure --------------------------------------------------------------------------------------------------------
@@ -174,13 +203,18 @@ def measured(group: str, *flags: str, limit: float) -> Result:
 
 def measure(options: argparse.Namespace) -> Result:
     BUILD.mkdir(parents=True, exist_ok=True)
-    return together({group: measured(group, limit=LIMITS["measure"]) for group in GROUPS})
+    flags = ["--dry-run"] if options.dry_run else []
+    return together({group: measured(group, *flags, limit=LIMITS["measure"]) for group in GROUPS})
 
 
 def tune(options: argparse.Namespace) -> Result:
     """The table of tiles, measured: in the results, and in csrc/cuda/gemm_tiles.h for the next build."""
     BUILD.mkdir(parents=True, exist_ok=True)
-    return measured("tiles", "--tune", limit=LIMITS["tune"])
+    if not options.dry_run:
+        return measured("tiles", "--tune", limit=LIMITS["tune"])
+    copy = BUILD / "gemm_tiles.h"
+    shutil.copy(ROOT / "csrc/cuda/gemm_tiles.h", copy)
+    return measured("tiles", "--tune", "--dry-run", "--header", str(copy), limit=LIMITS["tune"])
 
 
 def measured_rows(results: dict[str, Result]) -> list[Result]:
@@ -191,7 +225,8 @@ def measured_rows(results: dict[str, Result]) -> list[Result]:
 # --- report ---------------------------------------------------------------------------------------------------------
 
 
-def machine() -> dict[str, Any]:
+def machine(dry_run: bool = False) -> dict[str, Any]:
+    """What was measured on; in a rehearsal no GPU."""
     import torch
 
     def said(*command: str) -> str:
@@ -201,8 +236,8 @@ def machine() -> dict[str, Any]:
             return ""
 
     return {
-        "gpu": torch.cuda.get_device_name(),
-        "capability": torch.cuda.get_device_capability(),
+        "gpu": "dry run" if dry_run else torch.cuda.get_device_name(),
+        "capability": None if dry_run else torch.cuda.get_device_capability(),
         "torch": torch.__version__,
         "driver": said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "nvcc": said("nvcc", "--version").splitlines()[-1:],
@@ -236,11 +271,45 @@ def goals_table(rows: list[Result]) -> str:
     return "\n".join(lines)
 
 
+def outcome(result: Result) -> str:
+    """A status in words."""
+    words = {0: "passed", None: "not run", 124: "took too long", 127: "a program is missing"}
+    return words.get(result["status"], f"failed with status {result['status']}")
+
+
+def measured_tables(results: dict[str, Result]) -> list[str]:
+    """A table for each group, with a column for each kind of figure that it has."""
+    found = []
+    for group, part in results.get("measure", {}).get("parts", {}).items():
+        rows = [row for row in part.get("measured", {}).get("rows", []) if "goal" not in row]
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+        lines += ["| " + " | ".join(cell(row.get(name, "")) for name in columns) + " |" for row in rows]
+        found.append("\n".join([f"## {group}", "", *(lines if rows else ["Nothing was measured."])]))
+    return found
+
+
+def page(about: dict[str, Any], results: dict[str, Result]) -> str:
+    """The results for a person to read."""
+    name = about["gpu"]
+    of_machine = [f"* {key}: {value}" for key, value in about.items() if key != "gpu"]
+    parts = ["| part | outcome | seconds |", "|---|---|---|"]
+    for part, result in results.items():
+        parts.append(f"| {part} | {outcome(result)} | {result['seconds']} |")
+        failed = {n: r for n, r in result.get("parts", {}).items() if r["status"] != 0}
+        parts += [f"| {part}: {n} | {outcome(r)} | {r['seconds']} |" for n, r in failed.items()]
+    sections = [f"# {name}, {about['date'][:10]}", "\n".join(of_machine), "\n".join(parts)]
+    sections += ["## Goals", goals_table(measured_rows(results)), *measured_tables(results)]
+    return "\n\n".join(sections) + "\n"
+
+
 def report(about: dict[str, Any], results: dict[str, Result], folder: Path) -> Path:
+    """Writes the JSON and, beside it, the page; returns the path of the JSON."""
     name = about["gpu"].lower().replace("nvidia ", "").replace(" ", "-")
     target = folder / f"{name}-{about['date'][:10]}.json"
     folder.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps({"machine": about, **results}, indent=1) + "\n")
+    target.with_suffix(".md").write_text(page(about, results))
     return target
 
 
@@ -259,8 +328,10 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cutlass", type=Path, help="the nvidia-cutlass wheel, or a folder with include/cutlass")
     parser.add_argument("--skip", default="", help="parts to leave out, separated by commas")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks", help="where the JSON goes")
+    parser.add_argument("--out", type=Path, help="where JSON and page go: benchmarks, of a rehearsal build/gpu")
+    parser.add_argument("--dry-run", action="store_true", help="rehearse it on the CPU")
     options = parser.parse_args()
+    options.out = options.out or (BUILD if options.dry_run else ROOT / "benchmarks")
     names = {part.__name__ for part in PARTS}
     if unknown := set(filter(None, options.skip.split(","))) - names:
         parser.error(f"there is no part {', '.join(unknown)}; the parts are {', '.join(sorted(names))}")
@@ -271,10 +342,11 @@ def main() -> int:
     options = arguments()
     import torch
 
-    if not torch.cuda.is_available():
-        print("There is no CUDA device here (torch.cuda.is_available() is false); run this on a machine with a GPU.")
+    if not options.dry_run and not torch.cuda.is_available():
+        print("There is no CUDA device here (torch.cuda.is_available() is false); run this on a machine with a GPU,")
+        print("or rehearse it here with --dry-run.")
         return 1
-    about, results = machine(), dict[str, Result]()
+    about, results = machine(options.dry_run), dict[str, Result]()
     write = partial(report, about, results, options.out)
     for part in PARTS:
         if part.__name__ not in options.skip.split(","):

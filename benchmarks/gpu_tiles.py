@@ -1,4 +1,4 @@
-"""Which CUTLASS tile multiplies which shape: writes a chip's lines of csrc/cuda/gemm_tiles.h.
+"""Which CUTLASS tile multiplies which shape, or that cuBLASLt does: writes a chip's lines of csrc/cuda/gemm_tiles.h.
 
     python benchmarks/gpu_measure.py --tune [OUT.h]     times every compiled tile on the GPU that is there
     python benchmarks/gpu_tiles.py                      predicts the lines of chips that nobody has measured
@@ -74,12 +74,15 @@ def chosen(entries: list[TileEntry], inside: bool, m: int, n: int, k: int) -> Ti
 
 
 DEFAULT = TileChoice("large", 1)
+BLAS = TileChoice("cublaslt", 1)
 
 
 def predicted(chip: Chip) -> Measure:
     """A time, in products of one multiprocessor, for every tile that was compiled."""
 
     def cost(inside: bool, m: int, n: int, k: int, choice: TileChoice) -> float:
+        if choice == BLAS:
+            raise RuntimeError("nobody knows cuBLASLt's tiles")
         rows, columns, rate = chip.tiles[choice.tile]
         tiles = -(-m // rows) * -(-n // columns)
         waves = -(-tiles // chip.multiprocessors)
@@ -90,8 +93,10 @@ def predicted(chip: Chip) -> Measure:
 
 
 def candidates(chip: Chip, inside: bool) -> list[TileChoice]:
+    """Our tiles, and cuBLASLt, which does not take block scales."""
     tiles = chip.inside if inside else chip.tiles
-    return [TileChoice(tile, swizzle) for tile, swizzle in product(tiles, SWIZZLES)]
+    ours = [TileChoice(tile, swizzle) for tile, swizzle in product(tiles, SWIZZLES)]
+    return ours if inside else [*ours, BLAS]
 
 
 def fastest(chip: Chip, measure: Measure, inside: bool, m: int, n: int, k: int) -> TileEntry:

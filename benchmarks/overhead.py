@@ -7,7 +7,7 @@ collector (a small process that takes them and answers 200), one with `--metrics
 round each gets `--batch` requests at once, and then `--first` requests one after the other, of random prompts that
 nobody has seen before; the others wait idly. Rates are all tokens of the answers by the time from the first request's
 sending to the last token; the server streams, and its client reads bytes and does nothing with them. A round's figure
-is a ratio to the engine's in that round, or a difference; what is printed, as JSON, are their medians and all rounds.
+is a ratio to the engine's in that round, or a difference; it prints their medians and all rounds as JSON.
 """
 
 import argparse

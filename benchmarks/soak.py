@@ -1,4 +1,4 @@
-"""Does a server hold what it promises under load and over time? A crowd at once, then a soak of many minutes.
+"""Does a server keep its promises under load and over time? A crowd at once, then a soak of many minutes.
 
     python -m benchmarks.soak MODEL [--load 2000] [--minutes 30] [--warm-up 3] [--context 512] [-- OPTION...]
 
@@ -46,7 +46,7 @@ TIMEOUT = 600  # seconds for an answer
 
 @dataclass
 class Counts:
-    """What was asked, and what was answered otherwise than is due."""
+    """The requests, and the wrong answers."""
 
     sent: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)

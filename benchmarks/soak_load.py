@@ -147,7 +147,7 @@ def read_answer(item: Wanted, raw: bytes, seconds: float) -> Served:
 
 
 def fair_work(asked: Mapping[str, float], share: float) -> dict[str, float]:
-    """By tenant the work that the server has done when the tenant has `share` of what it asked for, in equal parts."""
+    """For each tenant, the server's total work when the tenant has `share` of its own, if time is divided equally."""
     return {name: sum(min(other, share * mine) for other in asked.values()) for name, mine in asked.items()}
 
 

@@ -13,7 +13,6 @@ import argparse
 import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
@@ -24,6 +23,7 @@ from fp8serve.engine.engine import Engine
 from fp8serve.engine.masks import Masks
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
+from fp8serve.hub import find_model
 
 NAME = {"type": "string", "minLength": 1, "maxLength": 24}
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -166,14 +166,14 @@ def masks(engine: Engine, batch: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model")
     parser.add_argument("--answers", type=int, default=200)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--recipe", default="stored")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
-    engine = Engine(asked.model, recipe=asked.recipe, max_num_seqs=asked.batch, max_model_len=1024)
+    engine = Engine(find_model(asked.model), recipe=asked.recipe, max_num_seqs=asked.batch, max_model_len=1024)
     engine.generate(["warm"], max_new_tokens=8)
     engine.pack_weights()
     found = answers(engine, asked.answers)

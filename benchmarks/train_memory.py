@@ -81,7 +81,7 @@ def _passages() -> list[str]:
 
 
 def measure(model: Path, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The plan and what was measured, in bytes; by how much the plan misses, as a fraction of what was measured."""
+    """The planned and the measured bytes; the error of the plan as a fraction of the measured ones."""
     words = " ".join(json.loads(line).get("text", "") for line in _passages()).split()
     rows = (json.dumps({"text": " ".join(words[i : i + options.tokens])}) for i in range(0, 8 * options.tokens, 100))
     data = folder / "data.jsonl"

@@ -1,6 +1,6 @@
 """Two drawings as inline SVG text: one dot per layer and projection, and a line of a few dozen values.
 
-By hand and not by a plotting library: a page with the library inline weighs 4 MB and needs scripts, these weigh a few
+Drawn without a plotting library: a page with an inline library takes 4 MB and needs scripts; these take a few
 kilobytes, scale to a phone and print. Colours come from the page's style sheet (classes s0 to s6), tooltips are
 `<title>`. Every text is escaped.
 """
@@ -16,7 +16,7 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 34  # room for the tick labels
 
 @dataclass(frozen=True)
 class Dot:
-    """A value at an integer place on the x axis, with the text that a pointer resting on it shows."""
+    """A value at an integer place on the x axis, with the text of its tooltip."""
 
     x: int
     y: float

@@ -1,11 +1,11 @@
-"""How close the vectors of two encoders are: the cosine, text by text, which is what FP8 costs one."""
+"""How close the vectors of two encoders are: the cosine, text by text, which measures the cost of FP8."""
 
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-GOAL = 0.999  # of the median: below it, a report says what loses less
+GOAL = 0.999  # median below which a report names options that lose less
 
 
 @dataclass(frozen=True)

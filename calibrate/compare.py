@@ -1,8 +1,8 @@
 """High precision and FP8 side by side over held-out batches, in the same process and on the same weights.
 
-One pass in high precision and one in which every linear (and, with KV scales, the cache) is as it will be served; both
-models' hidden states then meet at the logits. Both go layer by layer (layerwise.py). Costs three forward passes, for
-the FP8 pass also computes every layer exactly.
+One pass is in high precision; in the other every linear (and, with KV scales, the cache) is as it will be served. The
+logits of both are compared. Both go layer by layer (layerwise.py). This costs three forward passes, because the FP8
+pass also computes every layer exactly.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,9 +33,9 @@ def compare(
     stages: Stages | None = None,
     rounded: Mapping[str, FrozenLinear] | None = None,
 ) -> tuple[Quality, dict[str, LayerTally]]:
-    """What `recipe` with the scales in `states` costs on `batches`: per token, and per linear.
+    """The cost of `recipe` with the scales in `states` on `batches`: per token, and per linear.
 
-    rounded: linears that are not rounded to nearest, as they are served.
+    rounded: linears as they are served that were not rounded to nearest.
     """
     tokens, tallies = TokenTally(), {name: LayerTally() for name in linears}
     kv = {name: state.scale for name, state in states.items() if name.endswith((".k", ".v"))}
@@ -60,7 +60,8 @@ def compare(
 def freezer(
     recipe: Recipe, states: Mapping[str, ScalingState], rounded: Mapping[str, FrozenLinear] | None = None
 ) -> Callable[[str, Linear], FrozenLinear]:
-    """What makes a linear as it is served under `recipe`, with the scales in `states` where the recipe stores any.
+    """A function that makes a linear as it is served under `recipe`, with the scales in `states` if the recipe stores
+    any.
 
     Those in `rounded` are there already.
     """

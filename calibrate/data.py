@@ -1,19 +1,19 @@
 """Which token sequences a calibration or evaluation pass sees.
 
 A sample is one sequence of 2 to `seq_len` tokens that starts where its example starts: short examples are kept as they
-are, longer texts are cut into windows that count as samples of their own, longer prompts and chats lose their end. We
-do not pack short texts into one long sequence: the largest activations of many models sit on the first token of a text,
-and a packed sequence has one first token instead of ten. Sequences of a batch lie one behind the other, [tokens],
-without padding, so that no padding token ever enters an amax.
+are, longer texts are cut into windows that are separate samples, longer prompts and chats lose their end. Short texts
+are not packed into one long sequence: in many models the first token of a text has the largest activations, and a
+packed sequence has one first token instead of ten. Sequences of a batch are concatenated, [tokens], without padding, so
+that no padding token ever enters an amax.
 
 Examples are visited in the order of a seeded hash of their content and tokenized only until enough samples are there: a
 large file costs no more than a small one, and neither the order of files and lines nor a repetition changes anything.
-Of a long text later windows are read only when all texts together have too few first ones, and of none is more
-tokenized than all samples together can hold.
+Later windows of a long text are read only when all texts together have too few first windows, and no text is tokenized
+further than all samples together can hold.
 
-All of a user's data are calibration data. What quality is measured on is named by the user, or is the passages that
-ship with fp8serve; without any data an eighth of those passages. Whole examples are held out, and one that is on both
-sides is calibrated on nowhere. Equality is of the content, letter by letter: texts that only resemble are two.
+All of a user's data are calibration data. Quality is measured on text that the user names, or on the passages that ship
+with fp8serve; without any data on an eighth of those passages. Whole examples are held out, and an example that is in
+both sets is not calibrated on. Examples are equal if their content is, letter by letter.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ from fp8serve.model.text.examples import (
 )
 from fp8serve.model.text.tokenizer import Tokenizer
 
-PASSAGES = Path(__file__).with_name("passages.jsonl")  # written for this project; no text of others
+PASSAGES = Path(__file__).with_name("passages.jsonl")  # written for this project
 IGNORED = -100  # the target of a token that is not scored: cross_entropy's ignore_index
 
 
@@ -49,12 +49,12 @@ class Sample:
 
     ids: tuple[int, ...]
     scored: tuple[bool, ...]
-    document: bytes = b""  # the key of the example that it comes from
+    document: bytes = b""  # the key of its example
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Several sequences one behind the other; `targets[i]` is the id after `ids[i]`, or IGNORED."""
+    """Several sequences, concatenated; `targets[i]` is the id after `ids[i]`, or IGNORED."""
 
     ids: Tensor  # int64 [tokens]
     positions: Tensor  # int64 [tokens], from 0 in every sequence
@@ -68,7 +68,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Batches:
-    """What one calibration sees. `excluded`: examples of the data that were left out because they are held out."""
+    """The samples of one calibration. `excluded`: examples of the data that were left out because they are held out."""
 
     calibration: list[Batch]
     held_out: list[Batch]
@@ -92,7 +92,7 @@ def source_names(data: Sequence[Path | str] | None) -> tuple[str, ...]:
 
 
 def documents(samples: Sequence[Sample]) -> int:
-    """How many examples the samples come from."""
+    """The number of examples that the samples come from."""
     return len({s.document for s in samples})
 
 
@@ -106,7 +106,7 @@ def load_samples(
     """
     source = _Source(data, seed)
     samples = source.samples(source.keys, tokenizer, vocab_size, count, seq_len)[0]
-    random.Random(seed).shuffle(samples)  # first windows must not fill the front alone
+    random.Random(seed).shuffle(samples)  # otherwise all first windows would come first
     return samples
 
 
@@ -123,8 +123,8 @@ class _Source:
     def samples(
         self, keys: Sequence[bytes], tokenizer: Tokenizer, vocab_size: int, count: int, seq_len: int
     ) -> tuple[list[Sample], int]:
-        """(at most `count` samples, how many of the examples `keys` were read): the first window of as many examples
-        as it takes, and only then their second windows, so that the samples come from many texts."""
+        """(at most `count` samples, how many of the examples `keys` were read): first windows of as many examples as
+        needed, and only then their second windows, so that the samples come from many texts."""
         windows: list[list[Sample]] = []
         read = 0
         for key in keys:
@@ -155,8 +155,8 @@ def as_text(example: ChatExample) -> TextExample:
 
 
 def _key(example: Example, seed: int) -> bytes:
-    """A hash of what the example says; where it says it does not count. No tools are no word: a chat without any keeps
-    the key that it had when there were none, and with it the samples that a seed chooses."""
+    """A hash of the example's content, not of its place. Absent tools are left out of the hash, so that a chat without
+    tools keeps the key from before tools existed, and a seed chooses the same samples."""
     content = {k: v for k, v in asdict(example).items() if k != "source" and (k != "tools" or v)}
     return hashlib.sha256(f"{seed} {json.dumps(content, sort_keys=True)}".encode()).digest()
 
@@ -223,8 +223,9 @@ def calibration_batches(
 ) -> Batches:
     """At most `samples` to calibrate on, and an eighth of that (1 to 16) to measure; see the head of this module.
 
-    holdout: files to measure on, None for the shipped passages. All that a file holds is kept from calibration, but of
-    the passages, and of files that are `data` as well, what is measured. DataError: as `load_samples`; nothing is left.
+    holdout: files to measure on, None for the shipped passages. All examples of such a file are excluded from
+    calibration; of the passages, and of files that are also `data`, only the measured ones. DataError: as
+    `load_samples`, or nothing is left.
     """
     wanted = max(1, min(16, samples // 8))
     source, measured = _Source(data, seed), _Source(holdout, seed)

@@ -1,9 +1,9 @@
-"""The device a pass runs on, refused with a sentence where this machine does not have it."""
+"""The device of a pass; a device that this machine does not have is refused in one sentence."""
 
 import torch
 
 from fp8serve.errors import MachineError
-from fp8serve.fp8.cuda_library import check_gpu
+from fp8serve.fp8.selfcheck import prepare_device
 
 
 def check_device(device: str) -> str:
@@ -16,5 +16,5 @@ def check_device(device: str) -> str:
         raise MachineError(f"The device {device!r} is not supported; use cpu or cuda.")
     if wanted.type == "cuda" and (wanted.index or 0) >= torch.cuda.device_count():
         raise MachineError(f"The device {device!r} was asked for, but this torch sees no such GPU; use --device cpu.")
-    check_gpu(wanted)
+    prepare_device(wanted)
     return device

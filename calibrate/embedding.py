@@ -1,8 +1,10 @@
-"""calibrate, of a model that embeds: amaxes from whole texts, and what FP8 does to the directions of their vectors.
+"""calibrate, for a model that embeds: amaxes from whole texts, and the effect of FP8 on the directions of their
+vectors.
 
-There are no next tokens, so no perplexity: each held-out text is embedded by both models, and the cosine of the two
-vectors is what FP8 cost (closeness.py). Weights are rounded as those of a decoder are (rounding.py). An encoder is
-small, so which layers should stay in BF16 is measured: every choice alone in FP8, one pass for each (encoder_job.py).
+There are no next tokens and so no perplexity: both models embed each held-out text, and the cosine of the two vectors
+measures the cost of FP8 (closeness.py). Weights are rounded like those of a decoder (rounding.py). An encoder is small,
+so the choice of layers that stay in BF16 is measured: every choice alone in FP8, with one pass for each
+(encoder_job.py).
 """
 
 from collections.abc import Mapping
@@ -56,8 +58,8 @@ def calibrate_encoder(
 ) -> EmbeddingReport:
     """Calibrate the encoder, or the decoder that embeds, in `model_dir` and write the FP8 directory `out`.
 
-    options: fields of CalibrationOptions; RecipeError for one that is of language models only. command: how a reader of
-    the report repeats it; None: this call. Otherwise raises as `calibrate` does.
+    options: fields of CalibrationOptions; RecipeError for an option of language models only. command: the command that
+    a reader of the report can repeat; None: this call. Otherwise raises as `calibrate` does.
     """
     out = Path(out)
     asked = _checked(out, recipe, options)
@@ -100,7 +102,8 @@ def _load(source: Path, recipe: Recipe, asked: CalibrationOptions, stages: Stage
 
 
 def pooling_of(source: Path, config: AnyConfig) -> Pooling:
-    """As the directory says; without a word a head's is what it reads, and another's the mean."""
+    """The pooling that the directory states; without one, the vector that a head reads, or the mean for models without
+    a head."""
     if has_pooling(source):
         return read_pooling(source)
     if not isinstance(config, EncoderConfig):

@@ -1,4 +1,4 @@
-"""What calibration.json and the terminal say of an encoder."""
+"""The report of an encoder in calibration.json and on the terminal."""
 
 import json
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from .written import versions, weight_bytes
 
 @dataclass(frozen=True)
 class EmbeddingReport:
-    """What calibration.json holds of an encoder."""
+    """The contents of calibration.json for an encoder."""
 
     model: str
     out: str
@@ -49,7 +49,7 @@ class EmbeddingReport:
 def report_of(
     job: EncoderJob, out: Path, folder: Path, quality: Closeness, layers: tuple[LayerReport, ...]
 ) -> EmbeddingReport:
-    """Of what is written to `out`, and lies in `folder` by now."""
+    """The report of the model that is written to `out` and is now in `folder`."""
     return EmbeddingReport(
         model=str(job.source),
         out=str(out),
@@ -74,7 +74,7 @@ def report_of(
 
 
 def _advice(job: EncoderJob, quality: Closeness) -> tuple[str, ...]:
-    """What loses less, where vectors moved further than they need to."""
+    """Options that lose less, if vectors moved further than necessary."""
     if quality.median >= GOAL:
         return ()
     ways = [] if job.asked.rounding == "gptq" else ["--rounding gptq"]

@@ -1,6 +1,6 @@
-"""evaluate, of a model that embeds or scores: how far FP8 moves its vectors, its scores, and what is found with them.
+"""evaluate, for a model that embeds or scores: how far FP8 moves its vectors and scores, and whether searches change.
 
-Without a reference there is nothing to compare: what is said then is how often a text's other half is found.
+Without a reference there is nothing to compare; the report then says how often a text's other half is found.
 """
 
 from collections.abc import Sequence
@@ -50,9 +50,10 @@ def evaluate_encoder(
     command: str | None = None,
     **options: Any,
 ) -> EncoderEvalReport:
-    """What `model_dir` under `recipe` makes of texts; with `against`, run in BF16, what FP8 changed. As `evaluate`.
+    """Evaluates `model_dir` under `recipe` on texts; with `against`, run in BF16, measures what FP8 changed. As
+    `evaluate`.
 
-    RecipeError: a classifier alone, of which there is nothing to say.
+    RecipeError: a classifier without a reference, for which nothing can be measured.
     """
     asked = SampleOptions.of({"data": data, **options})
     check_device(asked.device)
@@ -95,7 +96,7 @@ def evaluate_encoder(
 
 
 def _load(source: Path, recipe: Any, scales: Path | str | None, device: str) -> AnyModel:
-    """As it is served: no row depends on another."""
+    """The model as it is served, so that no row depends on another."""
     model = load_reader(source, recipe, scales, device)
     for module in model.modules():
         if isinstance(module, FrozenLinear):
@@ -146,13 +147,13 @@ class _Comparison:
         return Ranking.of(scores, right, reference)
 
     def _by_cosine(self, model: AnyModel, pairs: Sequence[tuple[str, str]]) -> Tensor:
-        """Of every first half and every second one."""
+        """Scores of every first half with every second half."""
         rows = [self.tokenizer.encode_pair(text, most=self.limit) for part in zip(*pairs, strict=True) for text in part]
         queries, found = self._read(model, rows, "rank")[0].chunk(2)
         return cosines(queries, found)
 
     def _by_score(self, model: AnyModel, pairs: Sequence[tuple[str, str]]) -> Tensor:
-        """Of every first half, its second one and those of some other texts."""
+        """Scores of every first half with its second half and those of some other texts."""
         places = neighbours(len(pairs))
         asked = [(pairs[i][0], pairs[int(j)][1]) for i, row in enumerate(places) for j in row]
         rows = [self.tokenizer.encode_pair(*pair, most=self.limit) for pair in asked]

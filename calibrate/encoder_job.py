@@ -1,4 +1,4 @@
-"""A calibration of a model that embeds under way: the model, what was seen of it, and what it costs as it is served."""
+"""A running calibration of a model that embeds: the model, its observations, and its cost as it is served."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ from .result import KeptReport, LayerReport, Made
 
 @dataclass
 class EncoderJob:
-    """`linears` become FP8, by name: as they are in `rounded`, or, without, rounded to nearest by `states`."""
+    """`linears` become FP8, by name: as they are in `rounded`, or else rounded to nearest by `states`."""
 
     source: Path
     recipe: Recipe
@@ -61,13 +61,13 @@ class EncoderJob:
         return frozen
 
     def closeness(self, frozen: Mapping[str, FrozenLinear]) -> Closeness:
-        """Of the held-out texts' vectors with these linears in FP8, and the others in high precision."""
+        """The closeness of the held-out texts' vectors with these linears in FP8 and the others in high precision."""
         exact = self.exact
         with in_place(self.model, frozen):
             return Closeness.of(exact, self._vectors())
 
     def measure(self) -> tuple[Closeness, tuple[LayerReport, ...]]:
-        """What FP8 costs the held-out texts' vectors, and every linear's output."""
+        """The cost of FP8 for the held-out texts' vectors and for every linear's output."""
         exact, frozen = self.exact, self.served()
         tallies = {name: LayerTally() for name in frozen}
         for name, layer in frozen.items():
@@ -77,8 +77,8 @@ class EncoderJob:
         return Closeness.of(exact, got), tuple(tally.report(name) for name, tally in tallies.items())
 
     def meet(self, cosine: float) -> None:
-        """Leave as many linears in high precision as this median asks for, those first whose FP8 moves vectors most for
-        each byte that it saves. RecipeError when it asks for all."""
+        """Leave as many linears in high precision as this median needs, starting with those whose FP8 moves vectors
+        most for each byte that it saves. RecipeError when it needs all."""
         frozen = self.served()
 
         def enough(kept: Sequence[KeptReport]) -> bool:
@@ -94,7 +94,7 @@ class EncoderJob:
         self.keep(candidates[:count])
 
     def keep(self, groups: Iterable[KeptReport]) -> None:
-        """These linears stay in high precision: nothing of them is stored."""
+        """These linears stay in high precision: none of their scales is stored."""
         for group in groups:
             self.kept.append(group)
             restore(self.model, group.names)
@@ -105,7 +105,7 @@ class EncoderJob:
                     self.states.pop(f"{name}.{role}", None)
 
     def _dearest_first(self, frozen: Mapping[str, FrozenLinear]) -> list[KeptReport]:
-        """The choices there are, each measured alone in FP8."""
+        """The possible choices, each measured alone in FP8."""
         found = []
         for names in self.stages.steps("rank", choices(frozen)):
             size = sum(saved(self.linears[name]) for name in names)
@@ -115,7 +115,7 @@ class EncoderJob:
 
     @torch.no_grad()
     def _vectors(self, stage: str | None = None) -> Tensor:
-        """Of the held-out texts, by the model as it is now."""
+        """The vectors of the held-out texts by the current model."""
         held_out = self.batches.held_out
         batches = held_out if stage is None else self.stages.steps(stage, held_out)
         return torch.cat([self.pooling(hidden_states(self.model, b.ids, b.lengths), b.lengths) for b in batches])

@@ -1,4 +1,4 @@
-"""What an evaluation of a model that embeds or scores found, as JSON and for the terminal."""
+"""The result of evaluating a model that embeds or scores, as JSON and for the terminal."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -14,7 +14,7 @@ from .words import decibels, percent
 
 @dataclass(frozen=True)
 class ScoreDistance:
-    """How far scores of labels are from the reference's, and of how many texts the likeliest label is the same."""
+    """How far scores of labels are from the reference's, and how many texts have the same most likely label."""
 
     texts: int
     labels: int
@@ -32,8 +32,8 @@ class ScoreDistance:
 
 @dataclass(frozen=True)
 class EncoderEvalReport:
-    """What `fp8serve eval` prints of an encoder. closeness, scores and layers: None or empty without a reference; of a
-    model without labels there are no scores."""
+    """What `fp8serve eval` prints for an encoder. closeness, scores and layers: None or empty without a reference; a
+    model without labels has no scores."""
 
     model: str
     against: str | None
@@ -56,7 +56,7 @@ class EncoderEvalReport:
 
 
 def figures(report: EncoderEvalReport) -> dict[str, str]:
-    """What was found, a line for each figure."""
+    """The results, one line per figure."""
     found: dict[str, str] = {}
     if (close := report.closeness) is not None:
         found["cosine to BF16"] = (

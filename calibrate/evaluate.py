@@ -1,8 +1,8 @@
 """evaluate: how good a directory is as it is served, alone or against a reference model.
 
-Both models read the same sequences in lockstep and batch by batch, so nothing but two sets of mapped weights and the
-activations of one batch is in memory. With a reference every FP8 linear is also compared with the reference's linear of
-the same name, on the input that it really gets.
+Both models read the same sequences in lockstep and batch by batch, so memory holds only two sets of mapped weights and
+the activations of one batch. With a reference every FP8 linear is also compared with the reference's linear of the same
+name, on its actual input.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,14 +44,15 @@ def evaluate(
     command: str | None = None,
     **options: Any,
 ) -> EvalReport:
-    """Perplexity of `model_dir` under `recipe` ("stored": the FP8 that lies in it), and its distance from `against`.
+    """Perplexity of `model_dir` under `recipe` ("stored": its own FP8 weights and scales), and its distance from
+    `against`.
 
     recipe: a name, as on the command line, or a Recipe. head_dtype: "fp8" measures the model with its head cast as
-    serving does by this choice; the head's noise is in the logits, and in no record of `layers`.
-    options: the fields of SampleOptions. `against`: a directory run in BF16, with the same vocabulary; it adds its
-    perplexity, KL(against || model), agreement on the likeliest token, and the SQNR of every FP8 linear against the
-    linear of the same name there. command: how a reader of the report repeats it; None: this call.
-    ModelError, DataError, RecipeError, ScalesError: an input cannot be used, or the two models do not fit each other.
+    serving does with this option; the head's noise is in the logits but not in `layers`. options: the fields of
+    SampleOptions. `against`: a directory run in BF16, with the same vocabulary; it adds its perplexity, KL(against ||
+    model), agreement on the most likely token, and the SQNR of every FP8 linear against the linear of the same name
+    there. command: the command that a reader of the report can repeat; None: this call. ModelError, DataError,
+    RecipeError, ScalesError: an input cannot be used, or the two models do not fit each other.
     """
     asked = SampleOptions.of({"data": data, **options})
     check_device(asked.device)
@@ -103,7 +104,7 @@ def _reference(model: Model, source: Path, against: Path, device: str) -> Model:
 def _measure(
     model: Model, reference: Model | None, batches: Sequence[Batch], stages: Stages
 ) -> tuple[Quality, tuple[LayerReport, ...]]:
-    """Of the tokens, and with a reference of every FP8 linear."""
+    """The quality over the tokens and, with a reference, of every FP8 linear."""
     linears = {} if reference is None else {n: m for n, m in model.named_modules() if isinstance(m, FrozenLinear)}
     linears.pop(model.head_name, None)
     tokens, layers = TokenTally(), {name: LayerTally() for name in linears}
@@ -123,7 +124,7 @@ def _measure(
 def _shares(
     reference: Model, linears: Mapping[str, FrozenLinear], batches: Sequence[Batch], stages: Stages
 ) -> dict[str, float]:
-    """What each of the FP8 `linears` would add to the KL divergence if it alone stood in the reference."""
+    """What each of the FP8 `linears` would add to the KL divergence if it alone replaced the reference's."""
     exact = {name: reference.get_submodule(name) for name in linears}
     return kl_shares(reference, exact, batches, lambda name, linear, x: linears[name](x), stages=stages)
 

@@ -1,8 +1,8 @@
-"""How many tokens the experts of a mixture are given while they are observed, and which are given none.
+"""How many tokens the experts of a mixture get while they are observed, and which get none.
 
-An expert that no token reaches has no amax, so no scale can be found for its inputs, and none is made up. It is named.
-Whoever has no more data can route every token through every expert while observing: what an expert would see is
-then measured on tokens that its router sends elsewhere, and the model's own result stays what it was.
+An expert that no token reaches has no amax, so no scale can be found for its inputs. The error names the expert; no
+scale is made up. Without more data, every token can be routed through every expert while observing: an expert is then
+measured on tokens that its router sends elsewhere, and the model's result does not change.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +20,8 @@ NAMED = 3  # of many
 
 @contextmanager
 def counting(decoder: Model, *, all_experts: bool) -> Iterator[Counts]:
-    """Inside, tokens are counted from nothing; what was counted is there at the end. all_experts: all tokens run
-    through all experts, and count where the router sends them."""
+    """Inside the context, tokens are counted from zero; the counts are available at the end. all_experts: all tokens
+    run through all experts, but are counted where the router sends them."""
     counts = Counts()
     reset_token_counts(decoder)
     with every_expert(decoder) if all_experts else nullcontext():
@@ -30,7 +30,7 @@ def counting(decoder: Model, *, all_experts: bool) -> Iterator[Counts]:
 
 
 def added(shares: Sequence[Counts]) -> Counts:
-    """What several processes have counted."""
+    """The counts of several processes."""
     return {name: torch.stack([share[name] for share in shares]).sum(0) for name in shares[0]}
 
 

@@ -1,8 +1,8 @@
-"""What a model says before and after: a few held-out prompts, continued by the likeliest token every time.
+"""A model's output before and after: a few held-out prompts, continued greedily.
 
-After is the directory that was written, read back. Prompts go through together, a token each in a pass; keys and values
-are kept as in serving, in FP8 where the directory has scales for them. A pass reads all weights: a model larger than
-memory would come from its file a hundred times, so for such a one nothing is generated.
+"After" is the written directory, read back. All prompts run together, with one token each per pass; keys and values are
+kept as in serving, in FP8 where the directory has scales for them. A pass reads all weights: a model larger than memory
+would be read from its file a hundred times, so nothing is generated for such a model.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,13 +24,13 @@ from .progress import Stages
 from .result import GeneratedReport
 
 TOKENS = 48  # that are generated
-PROMPT = 24  # tokens of a sample, at most, that are its prompt; of a short one half
+PROMPT = 24  # the most tokens of a sample's prompt; a short sample gives half of its tokens
 TOO_LARGE = "No text was generated for the report: the weights are larger than the free memory."
 BLOCK = 16  # tokens in a block of the cache
 
 _paged_attention = torch.ops.fp8serve.paged_attention.default
 _write_kv = torch.ops.fp8serve.write_kv.default
-KVScales = Mapping[int, tuple[Tensor, Tensor]]  # by layer what quantizes k and v, FP32 []
+KVScales = Mapping[int, tuple[Tensor, Tensor]]  # by layer, the quantizing scales of k and v, FP32 []
 
 
 Generated = tuple[tuple[GeneratedReport, ...], tuple[str, ...]]  # the texts, and notes
@@ -39,7 +39,8 @@ Generated = tuple[tuple[GeneratedReport, ...], tuple[str, ...]]  # the texts, an
 def before_and_after(
     decoder: Model, batches: Sequence[Batch], asked: CalibrationOptions, stages: Stages, folder: Path
 ) -> Generated:
-    """What `decoder`, and the FP8 model in `folder`, say after the beginnings of the first samples of `batches`."""
+    """The continuations by `decoder` and by the FP8 model in `folder` of the beginnings of the first samples of
+    `batches`."""
     if not asked.generated_samples:
         return (), ()
     if not _fits(decoder):
@@ -52,7 +53,7 @@ def before_and_after(
 
 
 def _fits(decoder: Model) -> bool:
-    """Whether the weights fit in free memory, and half of them once more: in FP8."""
+    """Whether the weights, and half as much again for FP8, fit in free memory."""
     return sum(parameter.nbytes for parameter in decoder.parameters()) * 3 // 2 <= free_memory()
 
 
@@ -66,7 +67,7 @@ def _prompts(batches: Sequence[Batch]) -> Iterator[list[int]]:
 def continued(
     decoder: Model, prompts: Sequence[Sequence[int]], scales: KVScales | None = None, tokens: int = TOKENS
 ) -> list[list[int]]:
-    """At most `tokens` likeliest next tokens after each prompt of at least one, fewer where the context ends.
+    """At most `tokens` greedy tokens after each prompt of at least one token, fewer where the context ends.
 
     scales: of an FP8 cache for keys and values.
     """
@@ -99,7 +100,7 @@ class _Cache:
         self._layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
 
     def extended(self, new: Sequence[int]) -> tuple[Tensor, Attend]:
-        """(positions, how they attend) of the next tokens, `new` of each sequence."""
+        """(positions, attention) of the next tokens, `new` of each sequence."""
         before = self._lengths
         self._lengths = [old + more for old, more in zip(before, new, strict=True)]
         positions = [range(old, length) for old, length in zip(before, self._lengths, strict=True)]

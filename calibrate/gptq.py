@@ -1,15 +1,15 @@
 """Error-compensated rounding of a weight to FP8: GPTQ (Frantar et al., arXiv 2210.17323) on the grid of E4M3.
 
-Rounding to nearest makes every weight's own error small. What counts is the error of the layer's output over the inputs
-X [tokens, K] that it gets, |X (W - Q)^T|^2 = tr((W - Q) H (W - Q)^T) with H = X^T X. X are the inputs as the layer
-reads them, after their own cast to FP8: the errors of that cast are correlated with the inputs, and weights that are
-fitted to inputs without them do worse (docs/studies.md).
+Rounding to nearest makes every weight's own error small. But the error of the layer's output over its inputs X [tokens,
+K] matters, |X (W - Q)^T|^2 = tr((W - Q) H (W - Q)^T) with H = X^T X. X are the inputs as the layer reads them, after
+their cast to FP8: the errors of that cast are correlated with the inputs, and weights that are fitted to uncast inputs
+do worse (docs/studies.md).
 
-Columns are rounded one after the other, and what a column lost is made up for, as far as inputs are correlated, by
-those that are still to come: with U^T U = H^-1, U upper triangular, the error e of column j changes the columns k > j
-by -e U[j, k] / U[j, j]. Columns with large inputs come first, for the last ones carry what nobody makes up for.
+Columns are rounded one after the other, and the columns after them compensate for their errors, as far as inputs are
+correlated: with U^T U = H^-1, U upper triangular, the error e of column j changes the columns k > j by -e U[j, k] /
+U[j, j]. Columns with large inputs come first, because the errors of the last ones are not compensated.
 
-The scales are given and stay: what comes out is served like a weight that was rounded to nearest.
+The scales are given and do not change: the result is served like a weight that was rounded to nearest.
 """
 
 import torch
@@ -18,8 +18,8 @@ from torch import Tensor
 from fp8serve.fp8.ops.arithmetic import FP8_MAX, expand
 
 E4M3 = torch.float8_e4m3fn
-DAMPING = 0.01  # of the mean of the diagonal, added to it: X^T X of few tokens is singular
-COLUMNS = 64  # rounded before the columns behind them are changed, in one product
+DAMPING = 0.01  # this fraction of the diagonal's mean is added to it, because X^T X of few tokens is singular
+COLUMNS = 64  # columns rounded before one product updates the columns after them
 
 
 def compensated(weight: Tensor, products: Tensor, scale_inv: Tensor, damping: float = DAMPING) -> Tensor:

@@ -1,9 +1,9 @@
-"""Where the values of a tensor land on the grid of E4M3, and how far from where they were.
+"""Where the values of a tensor fall on the grid of E4M3, and how far rounding moved them.
 
 The grid has 16 exponents. The lowest holds zero and seven subnormal values, one step apart; each of the others holds a
 binade, from 2^-6 up to 2^8, of eight values (the highest of seven: 448 is the largest). A value in a binade is rounded
-by at most a sixteenth of itself, a subnormal one by up to all of itself. So the share of elements in each exponent says
-whether a scale puts a tensor where the format is good.
+by at most a sixteenth of itself, a subnormal one by up to all of itself. So the share of elements in each exponent
+shows whether a scale puts a tensor where the format is precise.
 """
 
 import math
@@ -26,7 +26,7 @@ SLICE = 1 << 22  # elements that are widened to FP32 at a time
 class GridTally:
     """Counts and sums over all elements that were added.
 
-    peak: the largest magnitude, in units of the grid. channels: the largest in each column, in the tensor's own, [K].
+    peak: the largest magnitude, in units of the grid. channels: the largest in each column, in the tensor's units, [K].
     """
 
     counts: Tensor = field(default_factory=lambda: torch.zeros(128, dtype=torch.int64))  # by code without its sign
@@ -36,7 +36,7 @@ class GridTally:
     channels: Tensor | None = None
 
     def add(self, x: Tensor, q: Tensor, scale_inv: Tensor) -> None:
-        """x [M, K], E4M3 q [M, K] that it was cast to, and scale_inv of any granularity."""
+        """Adds x [M, K], its cast q E4M3 [M, K], and scale_inv of any granularity."""
         largest = x.abs().amax(0).float().cpu()
         self.channels = largest if self.channels is None else torch.maximum(self.channels, largest)
         codes = q.view(torch.uint8).flatten() & 0x7F
@@ -64,11 +64,11 @@ class GridTally:
     def _headroom(self) -> float | None:
         if self.peak == 0 or not math.isfinite(self.peak):
             return None
-        return round(math.log2(FP8_MAX[E4M3] / self.peak), 4) + 0.0  # no minus zero
+        return round(math.log2(FP8_MAX[E4M3] / self.peak), 4) + 0.0  # avoids minus zero
 
 
 def sqnr(signal: float, noise: float) -> float | None:
-    """10 log10 of the ratio of two powers. None: no noise at all (or no signal), where a ratio says nothing."""
+    """10 log10 of the ratio of two powers. None: there is no noise (or no signal), so the ratio has no meaning."""
     return None if noise == 0 or signal == 0 else 10 * math.log10(signal / noise)
 
 
@@ -80,5 +80,5 @@ def _slices(x: Tensor, q: Tensor, scale_inv: Tensor) -> Iterator[tuple[Tensor, T
 
 
 def _short(share: float) -> float:
-    """Four digits are more than a page shows, and calibration.json has thousands of these."""
+    """Rounded to four digits, more than a page shows, because calibration.json has thousands of these."""
     return float(f"{share:.4g}")

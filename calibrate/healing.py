@@ -1,12 +1,12 @@
-"""Healing: an FP8 model trained, for some hundred steps, to say what it said in high precision.
+"""Healing: trains an FP8 model for some hundred steps towards its own output in high precision.
 
     loss      KL(reference || FP8 model) of the next token, on the calibration text, over the whole vocabulary
     forward   and backward under the recipe itself, as in training: every step rounds what serving will round
     weights   those of the linears, as FP32 masters; embeddings and norms stay what they are
 
-The reference is the same directory, mapped a second time: its weights take no memory of their own. Delayed scaling goes
-on from the calibrated states, and what it ends with is what is served: the scales of the last step, and weights rounded
-by them once more.
+The reference is the same directory, mapped a second time: its weights take no memory of their own. Delayed scaling
+continues from the calibrated states, and its final state is served: the scales of the last step, and weights rounded by
+them once more.
 """
 
 import math
@@ -23,7 +23,7 @@ from fp8serve.errors import ModelError
 from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.ops.arithmetic import dequantize
-from fp8serve.fp8.recipe import Recipe, unreduced
+from fp8serve.fp8.recipe import Recipe, reduced
 from fp8serve.model.building import Model
 
 from .compare import freezer
@@ -33,18 +33,19 @@ from .observe import Observer, scale_of
 from .passes import Linears, forward
 from .progress import Stages
 
-WARMUP = 0.1  # of all steps, in which the learning rate rises to its full height; after that it falls to zero
+WARMUP = 0.1  # fraction of the steps in which the learning rate rises to its maximum; after that it falls to zero
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long, and how fast: the rate rises over the first steps and then falls along half a cosine."""
+    """The number of steps and the learning rate, which rises over the first steps and then falls along half a
+    cosine."""
 
     steps: int
     learning_rate: float
 
     def rate(self, step: int) -> float:
-        """Of a step, counted from 0."""
+        """The rate of a step, counted from 0."""
         warm = max(1, round(self.steps * WARMUP))
         if step < warm:
             return self.learning_rate * (step + 1) / warm
@@ -66,9 +67,9 @@ def heal(
 ) -> tuple[dict[str, FrozenLinear], list[float]]:
     """(`linears` of `decoder` as they are to be served, the loss of every step in nats per token).
 
-    rounded: what training starts from instead of the weights of `linears`, which are the same again at the end. The
+    rounded: weights from which training starts instead of those of `linears`, which are unchanged at the end. The
     delayed states of `linears`, and the scales of keys and values in `observer`, are those of the last step. Batches
-    are visited over and over, in an order that the seed decides. ModelError when a loss is not finite.
+    are repeated, in an order that depends on the seed. ModelError when a loss is not finite.
     """
     order = list(_order(batches, schedule.steps, seed))
     with _masters(linears, rounded) as masters:
@@ -91,7 +92,7 @@ def heal(
 
 @contextmanager
 def _masters(linears: Linears, rounded: Mapping[str, FrozenLinear] | None) -> Iterator[list[nn.Parameter]]:
-    """Inside, the weights of `linears` are FP32 copies that can be trained, of what was `rounded` if that is given."""
+    """Inside the context, the weights of `linears` are trainable FP32 copies, of `rounded` if that is given."""
     before = {name: linear.weight for name, linear in linears.items()}
     try:
         for name, linear in linears.items():
@@ -110,7 +111,7 @@ def _start(weight: Tensor, rounded: FrozenLinear | None) -> Tensor:
 
 def _gradients(decoder: Model, reference: Model, batch: Batch, recipe: Recipe, observer: Observer) -> float:
     """One pass forwards and backwards over a batch, and the update of the states; the loss."""
-    with autocast(recipe=unreduced(recipe)):
+    with autocast(recipe=reduced(recipe, by_group=False)):
         hidden = forward(decoder, batch, observer.tap)
     loss = _backward(decoder, hidden, reference, batch)
     observer.end_batch()

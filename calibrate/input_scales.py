@@ -1,13 +1,13 @@
 """Scales for inputs from more than their largest value: a percentile, or a search for the smallest error of outputs.
 
 A scale for the largest value seen cuts nothing off, and the smallest values underflow. A smaller range gives these more
-of the format's steps and cuts off a few large ones. What that does to a layer's output depends on its weights, and
-large values carry much: in many models they sit on the first token of every text.
+of the format's steps and cuts off a few large ones. The effect on a layer's output depends on its weights, and large
+values matter: in many models they are at the first token of every text.
 
     percentile   the magnitude that this share of all elements does not exceed
-    search       of RANGES, parts of the largest value, the one with the least sum over tokens of |(cast(x) - x) W^T|^2
+    search       the one of RANGES, fractions of that value, with the least sum over tokens of |(cast(x) - x) W^T|^2
 
-Both read the calibration text once more. What they find stands in the place of the largest value.
+Both read the calibration text once more. Their result replaces the largest value.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,14 +29,15 @@ Amaxes = dict[str, float]  # by the name of a tensor, such as "model.layers.0.ml
 
 E4M3 = torch.float8_e4m3fn
 RANGES = tuple(2 ** (-k / 4) for k in range(9))  # from all of the range that was seen down to a quarter of it
-SEARCHED_TOKENS = 2048  # of the calibration text: the search multiplies each by every range
+SEARCHED_TOKENS = 2048  # tokens of the calibration text: the search multiplies each by every range
 
 
 @torch.no_grad()
 def percentile_amaxes(
     decoder: Model, linears: Linears, batches: Sequence[Batch], percent: float, stages: Stages | None = None
 ) -> Amaxes:
-    """Of the input of each of `linears` the magnitude that `percent` of its elements do not exceed, 0 < percent <= 100.
+    """For the input of each of `linears`, the magnitude that `percent` of its elements do not exceed, 0 < percent <=
+    100.
 
     Exact for BF16, whatever the order of batches: every magnitude that BF16 has is counted.
     """
@@ -67,7 +68,8 @@ def searched_amaxes(
     seen: Mapping[str, float],
     stages: Stages | None = None,
 ) -> Amaxes:
-    """Of the input of each of `linears` the part of its largest value, in `seen`, whose scale moves outputs least."""
+    """For the input of each of `linears`, the fraction of its largest value, in `seen`, whose scale moves outputs
+    least."""
     alike = {names[0]: names for names in groups(linears)}
     errors = {name: torch.zeros(len(RANGES), dtype=torch.float64) for name in alike}
 
@@ -97,7 +99,7 @@ def _cast(x: Tensor, amax: float) -> Tensor:
 
 
 def _for_all(linears: Linears, firsts: Mapping[str, float]) -> Amaxes:
-    """What was found for the first linear of every group, for all of them."""
+    """The results for the first linear of every group, given to all of the group."""
     return {f"{name}.input": firsts[names[0]] for names in groups(linears) for name in names}
 
 

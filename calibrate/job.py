@@ -1,4 +1,4 @@
-"""A calibration under way: what was asked, what was seen, and the model as it would be served now."""
+"""A running calibration: its options, its observations, and the model as it would be served now."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ from .sensitivity import kl_shares
 
 @dataclass
 class Job:
-    """`linears` become FP8, by name: as they are in `rounded`, or, without, rounded to nearest by `states`."""
+    """`linears` become FP8, by name: as they are in `rounded`, or else rounded to nearest by `states`."""
 
     source: Path
     recipe: Recipe
@@ -41,12 +41,12 @@ class Job:
     kept: list[KeptReport] = field(default_factory=list)  # what stays in high precision
     smoothing: SmoothingReport | None = None
     healing: HealingReport | None = None
-    notes: tuple[str, ...] = ()  # sentences on what is not as one would expect
+    notes: tuple[str, ...] = ()  # sentences about anything unexpected
 
     def compare(
         self, linears: Mapping[str, Linear] | None = None, rounded: Mapping[str, FrozenLinear] | None = None
     ) -> tuple[Quality, dict[str, LayerTally]]:
-        """What FP8 costs on the held-out batches, of these linears or of all, rounded as given or as they are."""
+        """The cost of FP8 on the held-out batches, for these linears or all, rounded as given or as they are."""
         chosen, given = self.linears if linears is None else linears, self.rounded if rounded is None else rounded
         return compare(self.decoder, chosen, self.batches.held_out, self.recipe, self.states, self.stages, given)
 
@@ -69,7 +69,7 @@ class Job:
         )
 
     def keep(self, groups: Sequence[KeptReport]) -> list[str]:
-        """These linears stay in high precision: nothing of them is stored. Their names."""
+        """These linears stay in high precision: none of their scales is stored. Returns their names."""
         names = [name for group in groups for name in group.names]
         for name in names:
             del self.linears[name]

@@ -1,8 +1,8 @@
 """A model run layer by layer: one layer over all batches before the next is touched.
 
 So every weight is read from its file once, however many batches there are, and a model larger than memory costs one
-pass over the disk. In memory are one layer's weights and the hidden states of all batches, [tokens, hidden] in BF16.
-The numbers are those of whole passes, bit for bit. A model that transformers computes is a single layer here.
+pass over the disk. Memory holds one layer's weights and the hidden states of all batches, [tokens, hidden] in BF16. The
+results equal those of whole passes, bit for bit. A model that transformers computes is a single layer here.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.model.building import AnyModel, Model
 from fp8serve.model.network.encoder import Encoder
+from fp8serve.model.storage.heap import trim
 from fp8serve.model.storage.mapped import release_pages
 
 from .data import Batch
-from .heap import trim
 from .passes import Tap, attending, hooks
 from .progress import Stages
 
@@ -32,7 +32,7 @@ class Stream:
         self.hidden, self._told = _entered(model, batch, tap)
 
     def run(self, index: int) -> Tensor:
-        """What the layer makes of the hidden state, which stays as it is."""
+        """The layer's output for the hidden state, which is not changed."""
         layer: Callable[..., Tensor] = self._parts[index]
         return layer(self.hidden, *self._told(index))
 
@@ -41,7 +41,7 @@ class Stream:
 
 
 def _entered(model: AnyModel, batch: Batch, tap: Tap | None) -> tuple[Tensor, Callable[[int], tuple[Any, ...]]]:
-    """What the first layer reads, and what else every layer is told."""
+    """The first layer's input, and the other arguments of every layer."""
     if isinstance(model, Encoder):
         return model.enter(batch.ids, batch.lengths), lambda index: (batch.lengths,)
     hidden, attend = model.enter(batch.ids), attending(model, batch, tap)
@@ -54,9 +54,9 @@ def streams(decoder: AnyModel, batches: Sequence[Batch], tap: Tap | None = None)
 
 
 def layers(decoder: AnyModel, stage: str, stages: Stages | None) -> Iterator[int]:
-    """The index of every layer; the pages of one that is done are released, and what was freed meanwhile.
+    """The index of every layer; releases the pages of a finished layer, and memory freed in the meantime.
 
-    So nobody may write to a weight that is a view of the file, which would be forgotten: who changes it replaces it.
+    A weight that is a view of the file must therefore be replaced, not written to: a write would be lost.
     """
     for index in (stages or Stages()).steps(stage, range(len(decoder.parts))):
         yield index
@@ -89,5 +89,5 @@ def release_weights(frozen: Mapping[str, FrozenLinear]) -> None:
 
 
 def within(decoder: AnyModel, index: int, named: Mapping[str, T]) -> dict[str, T]:
-    """What belongs to a layer, of things by the names of tensors or modules."""
+    """The entries that belong to a layer, of a mapping by the names of tensors or modules."""
     return {name: named[name] for name in decoder.named_in(index, named)}

@@ -1,10 +1,10 @@
-"""How long the sequences of a calibration or an evaluation may be, and what is said when they are cut or too few."""
+"""How long the sequences of a calibration or an evaluation may be, and the notes when they are cut or too few."""
 
 from fp8serve.model.config.decoder import ModelConfig
 
 
 def fitting(seq_len: int, *models: ModelConfig) -> tuple[int, tuple[str, ...]]:
-    """(`seq_len`, or less where one of `models` computes no longer sequence; a sentence on it when it is less)."""
+    """(`seq_len`, or less where one of `models` has a shorter context; a sentence about it when it is less)."""
     longest = min(config.max_position_embeddings for config in models)
     if seq_len <= longest:
         return seq_len, ()

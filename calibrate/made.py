@@ -1,4 +1,4 @@
-"""How a report was made: what to type to repeat it, when it was, and on which machine."""
+"""How a report was made: the command to repeat it, the time, and the machine."""
 
 import os
 import platform
@@ -18,14 +18,14 @@ def made(command: str) -> Made:
 
 
 def call(function: str, model: Path, **arguments: Any) -> str:
-    """A call of one of this package's functions, with those arguments that say something."""
+    """A call of one of this package's functions, with the arguments that differ from their defaults."""
     said = {name: str(value) if isinstance(value, Path) else value for name, value in arguments.items()}
     given = ", ".join(f"{name}={value!r}" for name, value in said.items() if value is not None)
     return f"fp8serve.{function}({', '.join(filter(None, (repr(str(model)), given)))})"
 
 
 def _processor() -> str:
-    """Its name where the system tells it (Linux), else its kind."""
+    """The processor's name where the system has it (Linux), else its kind."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -1,12 +1,12 @@
-"""What FP8 costs in quality: per token (perplexity, KL, agreement) and per linear layer (SQNR, saturation).
+"""The cost of FP8 in quality: per token (perplexity, KL, agreement) and per linear layer (SQNR, saturation).
 
 Tokens: the reference and the FP8 model read the same sequences in lockstep and are compared on the logits of every
 scored token. Logits are made `LOGIT_ROWS` tokens at a time, because [tokens, vocabulary] in FP32 is the largest tensor
 of the whole pass (2048 tokens of a 128k vocabulary: 1 GiB).
 
-Layers: at every FP8 linear both results are computed from the same input, the one that the FP8 model really has there,
-so a layer is charged with its own error and not with that of the layers before it. SQNR = 10 log10(sum y^2 /
-sum (y - y_fp8)^2) in dB, sums in FP64 over all tokens. About 25 dB is usual for E4M3 per tensor; below 15 look closer.
+Layers: at every FP8 linear both results are computed from the same input, the actual one of the FP8 model, so a layer
+is charged with its own error and not with that of the layers before it. SQNR = 10 log10(sum y^2 / sum (y - y_fp8)^2) in
+dB, sums in FP64 over all tokens. About 25 dB is usual for E4M3 per tensor; a value below 15 deserves a closer look.
 """
 
 import math
@@ -102,7 +102,7 @@ class LayerTally:
         self.noise += float((wide - got.double()).square().sum())
 
     def add_input(self, x: Tensor, q: Tensor, scale_inv: Tensor) -> None:
-        """x [M, K] and what it was cast to: FP8 data of its shape and their scale_inv, of any granularity."""
+        """x [M, K] and its cast: FP8 data of its shape and their scale_inv, of any granularity."""
         found = tally(x, q, expand(scale_inv, *q.shape))
         self.elements += x.numel()
         self.saturated += int(found.saturated)
@@ -116,7 +116,7 @@ class LayerTally:
 
     @property
     def sqnr_db(self) -> float | None:
-        """None: no noise at all (or no signal), where a ratio says nothing."""
+        """None: there is no noise (or no signal), so the ratio has no meaning."""
         return sqnr(self.signal, self.noise)
 
     def report(self, name: str, kl: float | None = None) -> LayerReport:

@@ -1,10 +1,11 @@
-"""What a calibration may do to a model beyond rounding it: each method changes the job (job.py) that it is given."""
+"""Optional methods of a calibration besides rounding: each changes the job (job.py) that it is given."""
 
 import copy
 from collections.abc import Mapping, Sequence
 
 from fp8serve.errors import RecipeError
 from fp8serve.model.checkpoint import load_servable
+from fp8serve.ranks import Ranks
 
 from .healing import Schedule, heal
 from .input_scales import PERCENTILE, percentile_amaxes, searched_amaxes
@@ -12,7 +13,6 @@ from .job import Job
 from .options import HEAL_RATE
 from .pairs import pairs
 from .precision import Target, fewest, ordered, restore
-from .ranks import Ranks
 from .result import HealingReport, KeptReport, SmoothingReport
 from .smoothing import FACTORS, smooth
 from .unfinished import Once
@@ -20,7 +20,7 @@ from .words import count
 
 
 def amaxes_of_inputs(job: Job) -> Mapping[str, float]:
-    """Of inputs whose scale is not to be made from their history."""
+    """Amaxes of inputs whose scale does not come from their history."""
     asked, samples = job.asked, job.batches.calibration
     if asked.input_scales == "percentile":
         return percentile_amaxes(job.decoder, job.linears, samples, asked.percentile or PERCENTILE, job.stages)
@@ -31,7 +31,7 @@ def amaxes_of_inputs(job: Job) -> Mapping[str, float]:
 
 
 def smooth_weights(job: Job, alpha: float, once: Once, ranks: Ranks) -> None:
-    """Change the model's parameters where channels of an input are uneven and evening them out helps."""
+    """Change the model's parameters where an input has uneven channels and evening them out helps."""
     samples, config = job.batches.calibration, job.decoder.config
     job.smoothed = smooth(job.decoder, job.linears, samples, job.recipe, alpha, job.stages, once, ranks)
     tried = sum(len(pairs(config, index, job.linears)) for index in range(config.num_layers))
@@ -50,7 +50,7 @@ def said_of_smoothing(report: SmoothingReport | None) -> tuple[str, ...]:
 
 
 def meet(job: Job, target: Target) -> None:
-    """Leave as many linears in high precision as the target asks for. RecipeError when it asks for all."""
+    """Leave as many linears in high precision as the target needs. RecipeError when it needs all."""
 
     def enough(kept: Sequence[KeptReport]) -> bool:
         names = {name for group in kept for name in group.names}
@@ -64,7 +64,7 @@ def meet(job: Job, target: Target) -> None:
 
 
 def heal_weights(job: Job) -> None:
-    """Train the model in FP8; what that gave is dropped again if it is no better on the held-out batches."""
+    """Train the model in FP8; the result is dropped if it is no better on the held-out batches."""
     asked, observer = job.asked, job.observer
     rate = asked.heal_rate or HEAL_RATE
     old, seen = copy.deepcopy(job.states), copy.deepcopy(observer.seen)

@@ -1,10 +1,10 @@
-"""What was seen of every quantized tensor while a model ran: running maxima, counts, histories, and scales from them.
+"""Observes every quantized tensor while a model runs: running maxima, counts, histories, and scales from them.
 
 The amaxes themselves are recorded where training records them, in the `ScalingState`s of the converted linears, while
 `autocast(enabled=False, calibrating=True)` keeps the maths in high precision. Here they are read out after every batch,
-so that no batch is forgotten when the history is shorter than the data: a history holds the newest N-1 batches, the
-running maximum holds them all. With `amax_compute_algo="max"` the scale comes from the running maximum and does not
-depend on the order of the batches; with "most_recent" it is that of the last batch, by definition.
+so that no batch is lost when the history is shorter than the data: a history holds the newest N-1 batches, the running
+maximum covers all of them. With `amax_compute_algo="max"` the scale comes from the running maximum and does not depend
+on the order of the batches; with "most_recent" it is that of the last batch, by definition.
 
 With gradients a batch is a forward and a backward pass; otherwise the decoder is run layer by layer (layerwise.py), to
 the same bits.
@@ -29,13 +29,13 @@ from fp8serve.fp8.ops.arithmetic import amax
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
 from fp8serve.fp8.scaling import FIELDS, Entry, ScalingState, fp8_max, update
 from fp8serve.model.building import Model
+from fp8serve.ranks import ALONE, Ranks
 
 from .data import Batch
 from .experts import Counts, added, counting, listed, starved
 from .layerwise import layers, releasing, streams, within
 from .passes import Linears, attention_names, backward, blame, forward, tracked
 from .progress import Stages
-from .ranks import ALONE, Ranks
 from .result import HISTORY_SHOWN
 
 T = TypeVar("T")
@@ -49,13 +49,13 @@ class Seen:
     batches: int = 0
     nonfinite: int = 0  # batches whose amax was infinite
     newest: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY_SHOWN))
-    staged: list[float] = field(default_factory=list)  # of every batch its amax; 0 where the tensor did not occur
+    staged: list[float] = field(default_factory=list)  # the amax of every batch; 0 where the tensor did not occur
 
 
 class Observer:
     """Watches converted `linears` (by name) and the keys and values of the attention modules named in `kv_layers`.
 
-    `recipe` is what `autocast` must be given around every pass; `asked` is the recipe that the caller wants scales for.
+    `recipe` is the argument of `autocast` around every pass; `asked` is the recipe for which the caller needs scales.
     """
 
     def __init__(
@@ -72,9 +72,10 @@ class Observer:
         device = next(iter(linears.values())).weight.device
         names = [f"{layer}.{part}" for layer in kv_layers for part in "kv"]
         self.kv = {name: ScalingState.create(recipe.amax_history_len, device) for name in names}
-        # All states are made here: made during a pass, between large temporaries, they fragment the heap by gigabytes.
+        # All states are made here: if made during a pass, between large temporaries, they would fragment the heap by
+        # gigabytes.
         self.seen = {name: Seen() for name in self.states()}
-        self.tokens = Counts()  # that experts were given
+        self.tokens = Counts()  # given to experts
 
     def tap(self, layer: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Record keys and values [tokens, kv_heads, head_dim] as they enter the cache (after rotary embedding)."""
@@ -89,20 +90,20 @@ class Observer:
         return {f"{name}.{role}": states[role] for name, states in owned.items() for role in self.roles} | self.kv
 
     def of_layer(self, decoder: Model, index: int) -> "Observer":
-        """Watches the tensors of one layer alone, in the same states and records."""
+        """Watches only the tensors of one layer, in the same states and records."""
         part = copy(self)
         part.linears, part.kv = within(decoder, index, self.linears), within(decoder, index, self.kv)
         return part
 
     def forget(self, linear: str) -> None:
-        """Leave out what was seen of a linear that is not to be quantized."""
+        """Drop the observations of a linear that will not be quantized."""
         self.linears = {name: module for name, module in self.linears.items() if name != linear}
         for role in self.roles:
             del self.seen[f"{linear}.{role}"]
 
     @torch.no_grad()
     def replay(self, batches: Sequence[Mapping[str, float]]) -> None:
-        """See the amaxes of these batches, and no others, as `end_batch` would have."""
+        """Take in the amaxes of only these batches, as `end_batch` would have."""
         states = self.states()
         entries = [Entry(state, fp8_max(self.recipe, name.rpartition(".")[2])) for name, state in states.items()]
         for name, state in states.items():
@@ -156,8 +157,8 @@ def _note(seen: Seen, newest: float, steps: int, nonfinite: int) -> None:
 def settle(observer: Observer, chosen: Mapping[str, float] | None = None) -> dict[str, ScalingState]:
     """The final states, with scales from all batches and histories of the asked length.
 
-    chosen: amaxes of tensors whose scale is made from these instead of from what was seen. Their histories are cut off
-    there: a state's scale represents its history.
+    chosen: amaxes from which the scales of some tensors are made instead of from the observed ones. Their histories are
+    limited to these, because a state's scale must represent its history.
     """
     states, recipe, chosen = observer.states(), observer.asked, chosen or {}
     amaxes = {n: seen.amax for n, seen in observer.seen.items() if recipe.amax_compute_algo == "max"} | dict(chosen)
@@ -206,7 +207,8 @@ def check_experts(tokens: Counts, batches: int) -> None:
 def observer_of(
     decoder: Model, linears: Linears, recipe: Recipe, *, kv_cache: bool = False, gradients: bool = False
 ) -> Observer:
-    """One that has seen nothing yet. A recipe that scales by content is observed as the default delayed recipe."""
+    """An observer that has seen nothing yet. A recipe that scales by content is observed as the default delayed
+    recipe."""
     asked = delayed(recipe) or DelayedScaling()
     return Observer(linears, asked, gradients=gradients, kv_layers=attention_names(decoder) if kv_cache else ())
 
@@ -242,7 +244,7 @@ def observe(
 
 
 def _by_batch(observer: Observer) -> list[dict[str, float]]:
-    """What every batch staged, by the names of tensors."""
+    """The amaxes that every batch staged, by the names of tensors."""
     columns = {name: seen.staged for name, seen in observer.seen.items()}
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 

@@ -1,4 +1,4 @@
-"""What calibration and evaluation can be told; imported without torch, so that the command line can show it."""
+"""The options of calibration and evaluation; imported without torch, so that the command line can show them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ def _files(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class CalibrationOptions(SampleOptions):
-    """What is observed besides, and what is written."""
+    """What else is observed, and what is written."""
 
     holdout: Annotated[
         Files | None, About("File to measure quality on, never calibrated on.", unset=SHIPPED, metavar="PATH")
@@ -70,19 +70,19 @@ class CalibrationOptions(SampleOptions):
     kv_cache: Annotated[bool, About("Also find scales for an FP8 KV cache.")] = False
     gradients: Annotated[bool, About("Also observe gradients, for training.")] = False
     all_experts: Annotated[bool, About("While observing, send every token through every expert of a mixture.")] = False
-    format: Annotated[FileFormat, About("Spelling of the FP8 weights; docs/formats.md says who reads it.")] = (
+    format: Annotated[FileFormat, About("Format of the FP8 weights; docs/formats.md lists its readers.")] = (
         "compressed-tensors"
     )
     rounding: Annotated[
         Rounding,
-        About("How weights are rounded; 'gptq': so that a layer's errors make up for each other, in more time."),
+        About("How weights are rounded; 'gptq' lets a layer's errors compensate for each other and takes longer."),
     ] = "nearest"
     smoothing: Annotated[
         float | None,
         Ge(0),
         Le(1),
         About(
-            "Even channels of inputs out, where that helps; 1: wholly at the weights' expense.",
+            "Even out channels of inputs where that helps; 1: wholly at the weights' expense.",
             unset="off",
             metavar="ALPHA",
         ),
@@ -100,9 +100,9 @@ class CalibrationOptions(SampleOptions):
         float | None, Gt(0), About("Leave layers in BF16 until perplexity rises by less.", metavar="PERCENT")
     ] = None
     target_cosine: Annotated[
-        float | None, Gt(0), Le(1), About("Of an encoder: leave layers in BF16 until the median cosine is this large.")
+        float | None, Gt(0), Le(1), About("Leave layers of an encoder in BF16 until the median cosine is this large.")
     ] = None
-    heal: Annotated[int, Ge(0), About("Steps of training towards what the model said before, on the samples.")] = 0
+    heal: Annotated[int, Ge(0), About("Steps of training on the samples towards the output in high precision.")] = 0
     heal_rate: Annotated[
         float | None, Gt(0), Le(1), About("Largest learning rate of these steps.", unset=f"{HEAL_RATE:g}")
     ] = None
@@ -117,7 +117,7 @@ class CalibrationOptions(SampleOptions):
     ] = 4
     scales_only: Annotated[bool, About("Write scales.safetensors and no weights.")] = False
     max_shard_size: Annotated[str, About("Largest file of weights, such as 2GB or 500MiB.", metavar="SIZE")] = "5GiB"
-    resume: Annotated[bool, About("Go on with a calibration of the same output that was interrupted.")] = False
+    resume: Annotated[bool, About("Continue an interrupted calibration of the same output.")] = False
 
     @property
     def max_shard_bytes(self) -> int:
@@ -132,7 +132,7 @@ class CalibrationOptions(SampleOptions):
             ) from None
 
 
-# Options of the delayed recipe that another one has as well.
+# Options of the delayed recipe that other recipes have as well.
 _FLAGS = {"amax_history_len": "--history-len", "amax_compute_algo": "--algo"}
 _ALSO_OF = {"weight_granularity": ("w8a16",), "power_2_scale": ("w8a16",)}
 
@@ -153,7 +153,7 @@ class ScalingOptions:
     )
     weight_granularity: Annotated[
         Literal["tensor", "row"] | None,
-        About("What of a weight shares a scale (delayed, w8a16).", unset="tensor; for w8a16 row"),
+        About("Which part of a weight shares a scale (delayed, w8a16).", unset="tensor; for w8a16 row"),
     ] = None
     power_2_scale: Annotated[bool, About("Round scales down to powers of two (delayed, w8a16).")] = False
 
@@ -167,15 +167,15 @@ class ScalingOptions:
         if wrong := [name for name in named if self.name not in (*_ALSO_OF.get(name, ()), "delayed")]:
             flag = _FLAGS.get(wrong[0], "--" + wrong[0].replace("_", "-"))
             raise RecipeError(f"{flag} is no option of the recipe {self.name!r}; leave it out.")
-        return cast(Recipe, from_name(self.name, **named))  # bf16 alone makes none
+        return cast(Recipe, from_name(self.name, **named))  # only bf16 makes none
 
 
 @dataclass(frozen=True)
 class EvaluationOptions(SampleOptions):
-    """How the model runs that is measured."""
+    """How the measured model runs."""
 
     recipe: Annotated[RecipeChoice, About("How MODEL runs; 'stored': the scales in its directory.")] = "stored"
     scales: Annotated[str | None, About("scales.safetensors to use.", unset="the directory's own", metavar="PATH")] = (
         None
     )
-    head_dtype: Annotated[HeadDtype, About("How the matrix runs that makes logits; fp8: cast as serve does.")] = "bf16"
+    head_dtype: Annotated[HeadDtype, About("Precision of the matrix for logits; fp8: cast as serve does.")] = "bf16"

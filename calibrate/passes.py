@@ -1,7 +1,7 @@
 """Forward and backward passes of a whole decoder over flattened batches, and the hooks that look inside.
 
-No gradient of any weight is ever computed here: gradient calibration asks for the gradients of activations only, so it
-needs no memory beyond the activations of one batch. The loss is made in slices of the logits, for the same reason.
+No gradient of a weight is ever computed here: gradient calibration needs only the gradients of activations, so it takes
+no memory beyond the activations of one batch. For the same reason the loss is computed in slices of the logits.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +23,7 @@ from .data import IGNORED, Batch
 from .measure import LOGIT_ROWS, LayerTally
 
 Linears = Mapping[str, Linear]
-Tap = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]  # (attention name, k, v) -> what is attended to
+Tap = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]  # (attention name, k, v) -> the k and v that are used
 
 
 def attention_names(decoder: Model) -> list[str]:
@@ -62,7 +62,7 @@ def backward(decoder: Model, hidden: Tensor, targets: Tensor) -> None:
 
 @contextmanager
 def tracked(decoder: Model) -> Iterator[None]:
-    """Inside, activations carry gradients although no weight does: the embedding's output asks for them."""
+    """Inside the context, activations have gradients although no weight has: the embedding's output requires them."""
     hook = decoder.embedding.register_forward_hook(lambda module, args, out: out.requires_grad_())
     try:
         with torch.enable_grad():
@@ -84,7 +84,7 @@ def hooks(linears: Mapping[str, nn.Module], make: Callable[[str], Callable[..., 
 
 @contextmanager
 def in_place(decoder: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Inside, these stand in the model, by their names."""
+    """Inside the context, these replace the model's modules of the same names."""
     before = {name: decoder.get_submodule(name) for name in modules}
     try:
         _put(decoder, modules)
@@ -102,9 +102,9 @@ def _put(decoder: nn.Module, modules: Mapping[str, nn.Module]) -> None:
 def in_fp8(
     linears: Linears, freeze: Callable[[str, Linear], FrozenLinear], tallies: Mapping[str, LayerTally]
 ) -> Iterator[None]:
-    """Inside, every linear gives its FP8 output, and that is compared with the exact one from the same input.
+    """Inside the context, every linear gives its FP8 output, which is compared with the exact one for the same input.
 
-    The frozen linear is made for one call and dropped: at any time one layer's FP8 weights exist, whatever the model.
+    The frozen linear is made for one call and dropped: only one layer's FP8 weights exist at any time.
     """
 
     def make(name: str) -> Callable[..., Tensor]:
@@ -145,7 +145,7 @@ def against(
 
 
 def fp8_cache(scales: Mapping[str, Tensor]) -> Tap:
-    """Keys and values as an FP8 cache would give them back; `scales` by `<attention>.k` and `.v`."""
+    """Keys and values as an FP8 cache would return them; `scales` by `<attention>.k` and `.v`."""
 
     def through(x: Tensor, scale: Tensor) -> Tensor:
         return dequantize(*quantize(x, scale=scale)).to(x.dtype)
@@ -154,7 +154,7 @@ def fp8_cache(scales: Mapping[str, Tensor]) -> Tap:
 
 
 def blame(decoder: Model, linears: Linears, batch: Batch) -> ScalesError:
-    """Run a batch whose result was not finite again and name the first tensor that is not."""
+    """Rerun a batch whose result was not finite, and name the first tensor that is not finite."""
     found: list[str] = []
 
     def make(name: str) -> Callable[..., None]:

@@ -15,8 +15,8 @@ Layers are computed one after the other, each over all batches (layerwise.py), s
 memory is read once in each stage. Peak memory: one layer's weights as mapped pages, which the system may drop (a
 checkpoint of another type is converted: 2 bytes per parameter); its FP8 weights; the hidden states of all batches and
 one layer's activations of one batch; 256 rows of logits in FP32. The ranking reads the weights twice for each of its
-sequences, and with `gradients` observing does so for each batch: they keep that one's activations of all layers.
-On a GPU the weights must fit there.
+sequences, and with `gradients` observing reads them twice for each batch; both keep the activations of all layers for
+that sequence or batch. On a GPU the weights must fit there.
 
 Recipes that scale by content (current, rowwise, block) need no input scales: for them amaxes are observed for the
 report, and the directory gets FP8 weights and, if asked for, scales of the KV cache.
@@ -35,6 +35,7 @@ from fp8serve.model.checkpoint import load_servable, open_checkpoint
 from fp8serve.model.config.decoder import computed_by_note
 from fp8serve.model.config.wrappers import left_out_notes
 from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.ranks import ALONE, Ranks
 
 from .data import Batches, calibration_batches
 from .experts import said_of_experts
@@ -46,7 +47,6 @@ from .observe import observe, observer_of, settle
 from .options import CalibrationOptions
 from .precision import Target, kept_reports, left_out, restore
 from .progress import Progress, Stages
-from .ranks import ALONE, Ranks
 from .recorded import recorded
 from .recorded import restore as restore_observer
 from .refused import check_model, check_settings
@@ -70,20 +70,19 @@ def calibrate(
 ) -> CalibrationReport:
     """Calibrate the Hugging Face directory `model_dir` and write the FP8 directory `out` (docs/formats.md).
 
-    options: the fields of CalibrationOptions. Sequences are as long as the model's context at most; quality is measured
-    on an eighth as many. What is held out is never observed, also where `data` repeats it. kv_cache: a scale for the
-    keys and one for the values of every layer. gradients: E5M2 scales, by a forward and a backward pass per batch.
-    smoothing: 0..1; evens out the channels of inputs, at the expense of weights the more it is, and leaves the model
-    what it was in high precision. rounding: "gptq" rounds weights so that the errors of a layer's outputs on these
-    samples become small. heal: how many steps the model is trained under the recipe towards what it said in high
-    precision (healing.py).
-    ranks: the processes that calibrate together, each calling this function alike (ranks.py); rank 0 writes.
-    progress(stage, done, total) is called after every step of a stage: a layer, or a batch. command: how a reader of
-    the report repeats it; None: this call.
+    options: the fields of CalibrationOptions. Sequences are at most as long as the model's context; quality is measured
+    on an eighth as many. Held-out examples are never observed, even where `data` repeats them. kv_cache: a scale for
+    the keys and one for the values of every layer. gradients: E5M2 scales, by a forward and a backward pass per batch.
+    smoothing: 0..1; evens out the channels of inputs, the more the larger it is, at the expense of weights; in high
+    precision the model does not change. rounding: "gptq" rounds weights so that the errors of a layer's outputs on
+    these samples become small. heal: the number of training steps under the recipe towards the output in high precision
+    (healing.py). ranks: the processes that calibrate together, each calling this function alike (ranks.py); rank 0
+    writes. progress(stage, done, total) is called after every step of a stage: a layer, or a batch. command: the
+    command that a reader of the report can repeat; None: this call.
 
     ModelError, DataError, RecipeError, MachineError: an input cannot be used. ScalesError names a tensor that is not
-    finite, was never observed or is always zero. In every such case `out` is not written. What was finished before a
-    kill or a full disk is kept beside `out` (unfinished.py), and `resume` goes on from there.
+    finite, was never observed or is always zero. In every such case `out` is not written. Results that were finished
+    before a kill or a full disk are kept beside `out` (unfinished.py), and `resume` continues from there.
     """
     out, source, asked = Path(out), Path(model_dir), CalibrationOptions.of(options)
     check_settings(out, recipe, asked, ranks.size)
@@ -127,7 +126,7 @@ def _load(source: Path, recipe: Recipe, asked: CalibrationOptions, stages: Stage
 
 
 def _observe(job: Job, unfinished: Unfinished, ranks: Ranks) -> None:
-    """What was seen of every tensor, now or by an interrupted run, and the scales from it."""
+    """The observations of every tensor, from now or from an interrupted run, and the scales from them."""
 
     def now() -> dict[str, Tensor]:
         asked = job.asked
@@ -143,7 +142,7 @@ def _observe(job: Job, unfinished: Unfinished, ranks: Ranks) -> None:
 
 
 def _measure(job: Job) -> tuple[Quality, tuple[LayerReport, ...]]:
-    """What FP8 costs on the batches that were held out: in all, and layer by layer."""
+    """The cost of FP8 on the held-out batches: in total, and layer by layer."""
     quality, layers = job.compare()
     shares = job.shares()
     return quality, tuple(tally.report(name, shares.get(name)) for name, tally in layers.items())

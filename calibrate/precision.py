@@ -1,9 +1,10 @@
-"""Which linears stay in high precision: those that somebody names, and those that cost most for what they save.
+"""Chooses the linears that stay in high precision: those that the user names, and those that cost most per byte saved.
 
-`skip` and `only` name linears by patterns. A target (`target_kl`, `max_ppl_increase`) is met at the smallest price in
-bytes: linears are ordered by the KL divergence that their FP8 adds (sensitivity.py) for each byte that it saves, and as
-many of the first as are needed go back to high precision. How many is found by bisection, measured and not predicted.
-Linears that read one input are one choice, and so are the experts of a layer: they are served as one product.
+`skip` and `only` name linears by patterns. A target (`target_kl`, `max_ppl_increase`) is met at the smallest cost in
+bytes: linears are ordered by the KL divergence that their FP8 adds (sensitivity.py) per byte that it saves, and as many
+of the first ones as needed return to high precision. Their number is found by bisection with measurements, not
+predicted. Linears that read one input are one choice, and so are the experts of a layer, because they are served as one
+product.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ from .result import KeptReport, Quality
 
 Names = tuple[str, ...]
 EXPERTS = ".experts."
-# What linears read, by the last part of their name, where several read the same.
+# The input of linears, by the last part of their name, where several read the same one.
 _INPUTS = {**dict.fromkeys(("query", "key", "value"), "qkv"),
            **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"),
            **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "gate_up")}  # fmt: skip
@@ -50,7 +51,7 @@ def choices(linears: Iterable[str]) -> list[Names]:
 
 
 def _together(linears: Iterable[str], key: Callable[[str, str], str]) -> list[Names]:
-    """In the order of the first of each."""
+    """Groups, in the order of their first members."""
     found: dict[str, list[str]] = {}
     for name in linears:
         owner, _, leaf = name.rpartition(".")
@@ -60,7 +61,7 @@ def _together(linears: Iterable[str], key: Callable[[str, str], str]) -> list[Na
 
 @dataclass(frozen=True)
 class Target:
-    """What FP8 may cost on the held-out samples; None: nothing is asked of that figure."""
+    """The permitted cost of FP8 on the held-out samples; None: no limit for that figure."""
 
     kl: float | None = None  # nats per token
     ppl_increase: float | None = None  # percent
@@ -80,7 +81,7 @@ class Target:
 
 
 def ordered(linears: Mapping[str, Linear], shares: Mapping[str, float]) -> list[KeptReport]:
-    """The groups of `linears`, those first whose FP8 adds most KL divergence for each byte that it saves."""
+    """The groups of `linears`, starting with those whose FP8 adds most KL divergence per byte saved."""
     found = [
         KeptReport(names, sum(saved(linears[n]) for n in names), sum(shares.get(n, 0.0) for n in names))
         for names in choices(linears)
@@ -89,18 +90,18 @@ def ordered(linears: Mapping[str, Linear], shares: Mapping[str, float]) -> list[
 
 
 def saved(linear: nn.Module) -> int:
-    """Bytes by which FP8 is less than BF16."""
+    """Bytes that FP8 saves against BF16."""
     return int(linear.get_parameter("weight").numel())
 
 
 def kept_reports(decoder: nn.Module, names: Sequence[str]) -> tuple[KeptReport, ...]:
-    """Of linears that somebody named: what they would cost is not measured."""
+    """The record of linears that the user named, whose cost is not measured."""
     found = ((group, sum(saved(decoder.get_submodule(n)) for n in group)) for group in choices(names))
     return tuple(KeptReport(group, saved, None) for group, saved in found)
 
 
 def restore(decoder: nn.Module, names: Iterable[str]) -> None:
-    """Make the converted linears of these names of a model what they were, with the same weights."""
+    """Turn the converted linears of these names back into their original form, with the same weights."""
     for name in names:
         linear = decoder.get_submodule(name)
         plain = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")  # type: ignore[arg-type]
@@ -111,7 +112,7 @@ def restore(decoder: nn.Module, names: Iterable[str]) -> None:
 def fewest(candidates: Sequence[KeptReport], enough: Callable[[Sequence[KeptReport]], bool]) -> int:
     """How many of the first `candidates` have to stay in high precision.
 
-    enough: whether the target is met with these of the candidates in high precision; with all of them every one is.
+    enough: whether the target is met with these candidates in high precision; with all of them every target is.
     """
     if enough([]):
         return 0

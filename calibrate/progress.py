@@ -1,4 +1,4 @@
-"""Which stage a long run is in, how far it is, and how long each stage took. How that is shown is the caller's."""
+"""The stage and progress of a long run, and the time of each stage. The caller decides how they are shown."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence

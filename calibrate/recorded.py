@@ -1,4 +1,4 @@
-"""What was seen of every tensor as tensors of a file, and back into an observer, bit for bit."""
+"""Stores the observations of every tensor as tensors of a file, and restores them into an observer, bit for bit."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ TOKENS = ".tokens"
 
 
 def recorded(observer: Observer) -> dict[str, Tensor]:
-    """By the tensor's name and a field: those of its state, and `seen`, FP64 [running amax, newest amaxes]; by a
-    mixture's name and `tokens` what its experts were given."""
+    """By the tensor's name and a field: the fields of its state, and `seen`, FP64 [running amax, newest amaxes]. By a
+    mixture's name and `tokens`: the counts of its experts."""
     found = {f"{name}{TOKENS}": counts for name, counts in observer.tokens.items()}
     for name, state in observer.states().items():
         found |= {f"{name}.{field}": getattr(state, field) for field in FIELDS}
@@ -26,7 +26,7 @@ def recorded(observer: Observer) -> dict[str, Tensor]:
 
 
 def restore(observer: Observer, found: Mapping[str, Tensor]) -> None:
-    """Make an `observer` of the same tensors one that has seen what was recorded."""
+    """Restore the recorded observations into an `observer` of the same tensors."""
     observer.tokens = {name.removesuffix(TOKENS): found[name].clone() for name in found if name.endswith(TOKENS)}
     for name, state in observer.states().items():
         _set(state, {field: found[f"{name}.{field}"] for field in FIELDS})

@@ -1,4 +1,4 @@
-"""What cannot be asked of a calibration: everything that is refused before a weight is read."""
+"""Options that a calibration refuses before a weight is read."""
 
 from pathlib import Path
 
@@ -16,15 +16,16 @@ from .precision import Target
 def check_settings(
     out: Path, recipe: Recipe | None, asked: CalibrationOptions, processes: int = 1, *, is_encoder: bool = False
 ) -> Recipe:
-    """The recipe. ModelError, DataError, RecipeError, MachineError: an option cannot be used, or not with another."""
+    """The recipe. ModelError, DataError, RecipeError, MachineError: an option cannot be used, or not together with
+    another."""
     check_absent(out)
-    _ = asked.max_shard_bytes  # DataError when it is no size
+    _ = asked.max_shard_bytes  # DataError when it is not a size
     if recipe is None:
         raise RecipeError(
             "The recipe 'bf16' has no scales, so there is nothing to calibrate; serve the model as it is."
         )
     to_json(recipe)  # RecipeError when it holds a function, which no file can carry
-    quantization_files(asked.format, recipe, asked.kv_cache)  # ModelError when the format cannot say it
+    quantization_files(asked.format, recipe, asked.kv_cache)  # ModelError when the format cannot express it
     if recipe.override_linear_precision[0]:
         raise RecipeError("The recipe keeps the forward pass in high precision, so there is nothing to calibrate.")
     if processes > 1 and asked.reads_stdin:
@@ -38,9 +39,9 @@ def check_settings(
 
 
 def check_model(config: ModelConfig, asked: CalibrationOptions) -> None:
-    """ModelError: a model with a head of labels is measured otherwise (embedding.py).
+    """ModelError: a model with a head of labels is measured in another way (embedding.py).
 
-    RecipeError: smoothing has to know which layers read what, of a model that only transformers knows.
+    RecipeError: smoothing must know what each layer reads, which only transformers knows for this model.
     """
     if config.head is not None:
         raise ModelError("The model has a head of labels and no next tokens; use calibrate_encoder.")
@@ -67,7 +68,7 @@ def _check_scales(recipe: Recipe, asked: CalibrationOptions) -> None:
 
 
 def _check_weights(recipe: Recipe, asked: CalibrationOptions) -> None:
-    """Of what changes weights, or leaves some as they are."""
+    """Refuses combinations of options that change weights or leave some unchanged."""
     if asked.scales_only and (asked.skip or asked.only or Target.of(asked)):
         raise RecipeError("scales_only writes no weights, so none can stay in high precision.")
     if asked.scales_only and asked.rounding != "nearest":

@@ -7,7 +7,7 @@ from .words import change, cost, counts, decibels, kept_bytes, number, outlier_o
 
 
 def verdict(report: CalibrationReport) -> str:
-    """One sentence: what changed on the held-out samples, and the weakest layer."""
+    """One sentence or two: the change on the held-out samples, and the weakest layer."""
     quality = report.quality
     where = f"{report.data.held_out_tokens:,} tokens that no scale has seen ({', '.join(report.data.held_out_source)})"
     before, after = number(quality.reference_perplexity), number(quality.perplexity)

@@ -1,4 +1,5 @@
-"""What a calibration or an evaluation found: frozen dataclasses that become calibration.json, the page and the table.
+"""The result of a calibration or an evaluation: frozen dataclasses that become calibration.json, the page and the
+table.
 
 Units: amax in the tensor's own units, SQNR in dB, fractions 0..1, perplexity per token, KL in nats, bytes of weights as
 stored. A figure that does not exist is None, never NaN. No torch here: a report can be read back and shown anywhere.
@@ -22,13 +23,13 @@ UNEVEN = 32.0  # times the median channel of an input
 
 @dataclass(frozen=True)
 class Quality:
-    """Over all scored tokens. Reference figures are None where no reference model was given."""
+    """Figures over all scored tokens. Reference figures are None where no reference model was given."""
 
     tokens: int
     perplexity: float
     reference_perplexity: float | None = None
     kl_divergence: float | None = None  # KL(reference || model), nats per token
-    top1_agreement: float | None = None  # fraction of tokens whose likeliest next token is the same
+    top1_agreement: float | None = None  # fraction of tokens whose most likely next token is the same
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class CastReport:
     """A tensor on the grid of E4M3 (grid.py): an input on the held-out samples, or a weight. Fractions are of all
     elements."""
 
-    sqnr_db: float | None  # None: no error at all, or zeros
+    sqnr_db: float | None  # None: no error, or only zeros
     headroom: (
         float | None
     )  # powers of two from the largest magnitude up to what the scale represents; negative: cut off
@@ -67,7 +68,7 @@ class ChannelReport:
 
     @property
     def excess(self) -> float:
-        """How much larger it is than the weights that read it would have it."""
+        """The factor by which it exceeds the size that its weights justify."""
         return self.size / self.weights
 
 
@@ -76,7 +77,7 @@ class LayerReport:
     """One FP8 linear on the held-out samples."""
 
     name: str
-    sqnr_db: float | None  # None: no error at all, or an output of zeros
+    sqnr_db: float | None  # None: no error, or an output of zeros
     saturated: float  # fraction of input elements cut off, beyond the FP8 range
     rounded_to_top: float = 0.0  # within it, as the largest FP8 value
     underflowed: float = 0.0  # not zero, and zero in FP8
@@ -87,24 +88,24 @@ class LayerReport:
 
     @property
     def headroom(self) -> float | None:
-        """Of the input; None where it has none."""
+        """The headroom of the input; None where it has none."""
         return None if self.input is None else self.input.headroom
 
 
 def worst_first(layers: Sequence[LayerReport]) -> tuple[LayerReport, ...]:
-    """By the KL divergence that each adds; where that is not known by SQNR, exact layers last."""
+    """The layers by the KL divergence that each adds, or by SQNR where that is unknown; exact layers come last."""
     return tuple(sorted(layers, key=lambda x: (-(x.kl or 0.0), x.sqnr_db is None, x.sqnr_db or 0.0)))
 
 
 def uneven_first(layers: Sequence[LayerReport]) -> tuple[LayerReport, ...]:
-    """Those of whose inputs one channel is `UNEVEN` times as large as the median one, by its excess."""
+    """The layers with an input channel `UNEVEN` times as large as the median one, ordered by its excess."""
     found = [(x.outlier.excess, x) for x in layers if x.outlier is not None and x.outlier.size >= UNEVEN]
     return tuple(layer for _, layer in sorted(found, key=lambda pair: -pair[0]))
 
 
 @dataclass(frozen=True)
 class DataReport:
-    """What was read: `samples` of `source` made the scales, and quality was measured on others, of `held_out_source`.
+    """The data: `samples` of `source` made the scales, and quality was measured on others, from `held_out_source`.
 
     excluded: examples of `source` that were not observed because they are held out, too.
     """
@@ -128,7 +129,7 @@ class KeptReport:
     """Linears of a layer that read one input and stay in high precision, or might."""
 
     names: tuple[str, ...]
-    bytes: int  # that FP8 would save
+    bytes: int  # bytes that FP8 would save
     kl: float | None  # nats per token that their FP8 would add; None where that was not measured
     cosine: float | None = None  # of an encoder's vectors with FP8 in these alone, the mean over texts
 
@@ -146,13 +147,13 @@ class SmoothingReport:
     """Pairs of a norm or linear and the linears that read it, between which channels were evened out (pairs.py)."""
 
     alpha: float
-    pairs: tuple[str, ...]  # what makes the channels, by name, where the error of a layer's output became smaller
+    pairs: tuple[str, ...]  # names of the channels' producers for which the error of a layer's output became smaller
     tried: int
 
 
 @dataclass(frozen=True)
 class HealingReport:
-    """Training of the FP8 model towards its own high precision; KL on the held-out samples, nats per token."""
+    """Training of the FP8 model towards its output in high precision; KL on the held-out samples, nats per token."""
 
     steps: int
     learning_rate: float
@@ -168,18 +169,18 @@ class HealingReport:
 
 @dataclass(frozen=True)
 class GeneratedReport:
-    """What both models say after a prompt of the held-out samples, the likeliest token every time."""
+    """The greedy continuations of a held-out prompt by both models."""
 
     prompt: str
     before: str  # in high precision
     after: str  # as written
-    tokens: int  # that each was asked for
-    same_tokens: int  # how many of the first are the same
+    tokens: int  # tokens that each was asked for
+    same_tokens: int  # number of equal tokens at the beginning
 
 
 @dataclass(frozen=True)
 class Made:
-    """How to repeat it, and what is different each time."""
+    """How to repeat the run, and what differs each time."""
 
     command: str
     date: str  # ISO 8601, UTC
@@ -203,7 +204,7 @@ class CalibrationReport:
     bytes_after: int  # weights as FP8 and scales, rest as before
     seconds: Mapping[str, float]  # per stage, and "total"
     versions: Mapping[str, str]
-    notes: tuple[str, ...] = ()  # sentences on what is not as one would expect
+    notes: tuple[str, ...] = ()  # sentences about anything unexpected
     rounding: str = "nearest"  # of weights
     smoothing: SmoothingReport | None = None
     healing: HealingReport | None = None
@@ -214,14 +215,14 @@ class CalibrationReport:
 
     @property
     def worst_layers(self) -> tuple[LayerReport, ...]:
-        """What costs the model most first."""
+        """The layers, most expensive first."""
         return worst_first(self.layers)
 
     def tensor(self, name: str) -> TensorReport | None:
         return next((t for t in self.tensors if t.name == name), None)
 
     def to_json(self) -> str:
-        """JSON with one line per field, layer and tensor; NaN is refused, for it is not JSON."""
+        """JSON with one line per field, layer and tensor; NaN is refused, because it is not JSON."""
         return "{\n" + ",\n".join(f"{json.dumps(key)}: {_line(value)}" for key, value in asdict(self).items()) + "\n}"
 
     @classmethod
@@ -235,7 +236,7 @@ class CalibrationReport:
 
 
 def read_report(folder: Path) -> CalibrationReport:
-    """What lies in a calibrated directory. DataError: nothing does, or it cannot be read."""
+    """The report in a calibrated directory. DataError: there is none, or it cannot be read."""
     file = folder / "calibration.json"
     if not file.is_file():
         raise DataError(f"{folder} holds no calibration.json; only `fp8serve calibrate` writes one.")
@@ -262,7 +263,7 @@ class EvalReport:
     quality: Quality
     layers: tuple[LayerReport, ...]  # empty without a reference
     seconds: float
-    notes: tuple[str, ...] = ()  # sentences on what is not as one would expect
+    notes: tuple[str, ...] = ()  # sentences about anything unexpected
     documents: int = 0  # examples that the samples come from
     tokens: int = 0  # read; those that were scored are `quality.tokens`
     made: Made | None = None
@@ -270,7 +271,7 @@ class EvalReport:
 
     @property
     def runs_as(self) -> str:
-        """The recipe, and what of the head is not as in the directory."""
+        """The recipe, and how the head differs from the directory's."""
         return self.recipe if self.head_dtype == "bf16" else f"{self.recipe}, head in {self.head_dtype.upper()}"
 
     def to_json(self) -> str:

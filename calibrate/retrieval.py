@@ -1,6 +1,6 @@
-"""Whether FP8 changes what is found: the second halves of texts are searched with their first halves.
+"""Whether FP8 changes search results: the second halves of texts are searched with their first halves.
 
-Nobody has to judge what is relevant: a half has one right answer, its other half, and both models are asked for it.
+This needs no judgement of relevance: each half has one right answer, its other half, and both models search for it.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ TOP = 10
 
 @dataclass(frozen=True)
 class Ranking:
-    """Fractions of the queries. found: whose other half comes first; same_first: where both models put the same one
-    first; same_top: of the first ten, how many are the same. None without a reference."""
+    """Fractions of the queries. found: the other half comes first; same_first: both models put the same text first;
+    same_top: how many of the first ten are the same. None without a reference."""
 
     queries: int
     candidates: int
@@ -47,7 +47,7 @@ def cosines(queries: Tensor, documents: Tensor) -> Tensor:
 
 
 def halves(rows: Sequence[Sequence[int]], tokenizer: Tokenizer) -> list[tuple[str, str]]:
-    """Each text, given as ids, in two; texts of less than four tokens are left out."""
+    """Each text, given as ids, split in two; texts of less than four tokens are left out."""
     found = []
     for row in rows:
         ids = [i for i in row if i not in tokenizer.special_ids]
@@ -58,5 +58,5 @@ def halves(rows: Sequence[Sequence[int]], tokenizer: Tokenizer) -> list[tuple[st
 
 
 def neighbours(count: int, most: int = TOP) -> Tensor:
-    """For each of `count` queries the documents that are scored: its own and those behind it, [count, candidates]."""
+    """For each of `count` queries the documents that are scored: its own and the ones after it, [count, candidates]."""
     return (torch.arange(count)[:, None] + torch.arange(min(most, count))) % count

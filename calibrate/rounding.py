@@ -1,11 +1,11 @@
-"""Weights rounded layer by layer, each for the inputs that it will get: those of layers that are in FP8 already.
+"""Rounds weights layer by layer, each for the inputs that it will get from the layers that are already in FP8.
 
     for every layer:   run it on what the layers before gave, and add up what gptq.py asks of the inputs of each linear
                        round its weights (gptq.py)
                        run it again in FP8: what the next layer reads
 
-In memory are the hidden states of all batches, the products of one layer's inputs, and one layer's FP8 weights where
-those that are finished lie in a file (unfinished.py).
+Memory holds the hidden states of all batches, the products of one layer's inputs, and the FP8 weights: those of one
+layer if finished ones are kept in a file (unfinished.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +19,7 @@ from fp8serve.fp8.ops.arithmetic import dequantize
 from fp8serve.fp8.recipe import Recipe
 from fp8serve.fp8.scaling import ScalingState
 from fp8serve.model.building import AnyModel
+from fp8serve.ranks import ALONE, Ranks
 
 from .compare import freezer
 from .data import Batch
@@ -27,7 +28,6 @@ from .layerwise import Stream, layers, release_weights, streams, within
 from .passes import Linears, hooks, in_place
 from .precision import groups
 from .progress import Stages
-from .ranks import ALONE, Ranks
 from .unfinished import Once, every_time
 
 FrozenLinears = Mapping[str, FrozenLinear]
@@ -44,9 +44,9 @@ def round_weights(
     once: Once = every_time,
     ranks: Ranks = ALONE,
 ) -> dict[str, FrozenLinear]:
-    """Every one of `linears` as it is to be served under `recipe`, with scales from `states`, by name.
+    """Every one of `linears` as it will be served under `recipe`, with scales from `states`, by name.
 
-    once: keeps the rounded weights of a layer, and knows those of an earlier run.
+    once: stores the rounded weights of a layer, or returns those of an earlier run.
     """
     freeze, found = freezer(recipe, states), dict[str, FrozenLinear]()
     running = streams(decoder, ranks.own(batches))
@@ -106,7 +106,7 @@ def _nothing(layers: FrozenLinears) -> dict[str, Tensor]:
 
 
 def _products_of(stream: Stream, index: int, linears: Linears, frozen: FrozenLinears) -> dict[str, Tensor]:
-    """Of one batch alone: ranks add them up in the order of batches, to the bits of one process."""
+    """The products of one batch: ranks add them up in the order of batches, with the same bits as one process."""
     products = _nothing(frozen)
 
     def watch(name: str) -> Callable[..., None]:

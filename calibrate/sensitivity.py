@@ -1,14 +1,15 @@
-"""What each layer's FP8 costs at the end: its share of KL(reference || FP8 model), from one backward pass.
+"""The cost of each layer's FP8 in the output: its share of KL(reference || FP8 model), from one backward pass.
 
-SQNR does not say it: a few tokens with enormous activations own the power of a layer's output, and their error counts
-no more than that of any other token. What counts is how far an error moves the distribution of the next token. To
-second order in the error d of a layer's output [tokens, out] that is KL = E[(g . d)^2] / 2, where g is the gradient of
-the log-likelihood of tokens drawn from the reference's own distribution (the Fisher information; Martens, "New insights
-and perspectives on the natural gradient method", 2014). g . d is summed within a token and squared per token: errors of
-different tokens are taken as independent. The shares then add up to about the KL of the whole model.
+SQNR does not measure it: a few tokens with enormous activations dominate the power of a layer's output, but their error
+counts no more than that of any other token. The relevant quantity is how far an error moves the distribution of the
+next token. To second order in the error d of a layer's output [tokens, out] that is KL = E[(g . d)^2] / 2, where g is
+the gradient of the log-likelihood of tokens drawn from the reference's own distribution (the Fisher information;
+Martens, "New insights and perspectives on the natural gradient method", 2014). g . d is summed within a token and
+squared per token: errors of different tokens are assumed independent. The shares then add up to about the KL of the
+whole model.
 
-Costs about five forward passes over at most `RANKED_TOKENS` tokens, for all layers together, and the activations of one
-sequence. Leaving one layer out at a time would cost as many passes as there are layers.
+It costs about five forward passes over at most `RANKED_TOKENS` tokens, for all layers together, and the activations of
+one sequence. Measuring one layer at a time would take as many passes as there are layers.
 """
 
 import math

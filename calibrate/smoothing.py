@@ -1,8 +1,8 @@
-"""Smoothing: channels that are large in an input and small in the weights that read them, or the reverse, made equal.
+"""Smoothing: evens out channels that are large in an input and small in the weights that read them, or the reverse.
 
-One scale serves all channels of an input. Where a few are thousands of times larger than the others, these become zero
-in FP8. So what a channel is divided by before (pairs.py) is multiplied onto the weights behind it, once, in the stored
-weights: no op is added to serving.
+One scale serves all channels of an input. Where a few are thousands of times larger than the others, the others become
+zero in FP8. So a channel is divided by a factor where it is produced (pairs.py), and the weights that read it are
+multiplied by that factor, once, in the stored weights: serving needs no further op.
 
     observe   the largest magnitude of every channel of every input, over all samples
     try       pair after pair of a layer: the layer in FP8 with the pair's factors and without, over some samples
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import Recipe, delayed
 from fp8serve.model.building import Model
+from fp8serve.ranks import ALONE, Ranks
 
 from .data import Batch, first_sequences
 from .layerwise import Stream, layers, streams, within
@@ -32,13 +33,12 @@ from .pairs import Weights, columns, factors, folded, pairs, parameters
 from .passes import Linears, hooks, in_place
 from .precision import groups
 from .progress import Stages
-from .ranks import ALONE, Ranks
 from .unfinished import Once, every_time
 
-FACTORS = ".factors"  # behind the name of what makes the channels
+FACTORS = ".factors"  # suffix of the name of the channels' producer
 TRIED_TOKENS = 2048
-HELPS = 0.98  # of the error without: less is chance
-Channels = dict[str, Tensor]  # by the name of a linear the largest magnitude of every channel of its input, FP32 [K]
+HELPS = 0.98  # fraction of the error without factors; a smaller gain may be chance
+Channels = dict[str, Tensor]  # by the name of a linear, the largest magnitude of every channel of its input, FP32 [K]
 
 
 @torch.no_grad()
@@ -54,10 +54,9 @@ def smooth(
 ) -> dict[str, Tensor]:
     """Fold factors into the parameters of `decoder` where that helps `linears` under `recipe`.
 
-    Those that changed, by name, and with them the factors of every pair that was kept, FP32 [channels], by the name of
-    what makes the channels and FACTORS.
-    alpha: how much of an input's unevenness goes into the weights, 0..1. once: keeps the changed parameters of a layer,
-    and knows those of an earlier run.
+    Returns the changed parameters by name, and the factors of every pair that was kept, FP32 [channels], by the name of
+    the channels' producer and FACTORS. alpha: how much of an input's unevenness goes into the weights, 0..1. once:
+    stores the changed parameters of a layer, or returns those of an earlier run.
     """
     running, tried = streams(decoder, ranks.own(batches)), streams(decoder, _chosen(batches))
     found: dict[str, Tensor] = {}
@@ -72,7 +71,7 @@ def smooth(
 
 
 def _chosen(batches: Sequence[Batch]) -> list[Batch]:
-    """Some of the sequences, the same in whatever order, batches and number they come."""
+    """Some of the sequences; the choice does not depend on their order, batches or number."""
     every = first_sequences(batches, sum(batch.tokens for batch in batches))
     by_content = {sha256(str(sequence.ids.tolist()).encode()).digest(): sequence for sequence in every}
     return first_sequences([by_content[digest] for digest in sorted(by_content)], TRIED_TOKENS)
@@ -86,7 +85,7 @@ class Layer:
         self.weights, self.groups = parameters(decoder, index), groups(linears)
 
     def channels(self, running: Sequence[Stream], ranks: Ranks) -> Channels:
-        """Of every input that FP8 reads, over all ranks."""
+        """The channel maxima of every input that FP8 reads, over all ranks."""
         firsts = {names[0]: self.linears[names[0]] for names in self.groups}
         largest = {name: torch.zeros(x.in_features, device=x.weight.device) for name, x in firsts.items()}
 
@@ -104,7 +103,7 @@ class Layer:
         return {name: whole[names[0]] for names in self.groups for name in names}
 
     def error(self, changed: Weights, channels: Channels, tried: Sequence[Stream], exact: Sequence[Tensor]) -> float:
-        """Of the layer's outputs in FP8, with some parameters `changed`. exact: the outputs as they should be."""
+        """The error of the layer's outputs in FP8, with some parameters `changed`. exact: the correct outputs."""
         with changed_to(self.decoder, changed):
             frozen = {name: self._freeze(name, float(channels[name].max())) for name in self.linears}
             with in_place(self.decoder, frozen):
@@ -122,7 +121,7 @@ class Layer:
 
 
 def _relative(got: Tensor, exact: Tensor) -> Tensor:
-    """Squared errors of tokens [T] as parts of their own size."""
+    """Squared errors of tokens [T] relative to their own size."""
     return (got - exact).square().sum(-1) / exact.square().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)
 
 
@@ -132,7 +131,7 @@ def _smoothed_layer(
     """The parameters of a layer that change, and the factors."""
     channels, changed, kept = layer.channels(running, ranks), dict[str, Tensor](), dict[str, Tensor]()
     if not all(0 < float(x.max()) < float("inf") for x in channels.values()):
-        return changed  # it cannot be calibrated, and observing will say why
+        return changed  # it cannot be calibrated, and observing will report why
     exact = [stream.run(layer.index) for stream in tried]
     least = layer.error(changed, channels, tried, exact)
     for pair in pairs(layer.decoder.config, layer.index, layer.linears):

@@ -1,13 +1,14 @@
-"""What a calibration has finished so far, in a hidden directory beside its output, so that a killed one can go on.
+"""Stores the finished results of a calibration in a hidden directory beside its output, so that a killed one can
+resume.
 
     .OUT.calibrating/run.json                  whose results these are: model, recipe, options, samples, versions
                      smooth-00000.safetensors  a layer's smoothed parameters and their factors
                      observed.safetensors      what was seen of every tensor
                      round-00000.safetensors   a layer's rounded weights, and so on
 
-A result is computed, written whole and read back from the mapped file, in a run that is never interrupted as in one
-that goes on: the bytes are the same, and what was finished needs no memory. The directory appears with the first result
-and goes when OUT is in place; it is locked while the run lives. Of several ranks the first one writes, for all to read.
+A result is computed, written whole and read back from the mapped file, in an uninterrupted run as in a resumed one: the
+bytes are the same, and finished results need no memory. The directory is created with the first result and removed when
+OUT is in place; it is locked while the run lives. With several ranks the first one writes and all read.
 """
 
 import json
@@ -27,15 +28,15 @@ from fp8serve.model.checkpoint import fingerprint
 from fp8serve.model.storage.files import fsync, present, read_json, save_tensors, write_json
 from fp8serve.model.storage.lock import take_lock
 from fp8serve.model.storage.shards import Shards, read_header
+from fp8serve.ranks import ALONE, Ranks
 
 from .data import Batches
 from .options import CalibrationOptions
-from .ranks import ALONE, Ranks
 
 RUN = "run.json"
 METADATA = {"format": "fp8serve.unfinished"}
 Make = Callable[[], Mapping[str, Tensor]]
-Once = Callable[[str, Make], Mapping[str, Tensor]]  # (name of a result, what computes it) -> the result
+Once = Callable[[str, Make], Mapping[str, Tensor]]  # (name of a result, function that computes it) -> the result
 
 
 def every_time(name: str, make: Make) -> Mapping[str, Tensor]:
@@ -44,7 +45,7 @@ def every_time(name: str, make: Make) -> Mapping[str, Tensor]:
 
 
 class Unfinished:
-    """The results of the run `told`, which becomes `out`. `once` is a `Once`.
+    """The results of the run described by `told`, which becomes `out`. `once` is a `Once`.
 
     ModelError: there are results already and `resume` is not set, or they are another run's, or another process's.
     """
@@ -62,7 +63,7 @@ class Unfinished:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Keep the results for a run that was interrupted: another one will not get further than one with a fault."""
+        """Keep the results only if the run was interrupted: after an error of its input a new run would fail, too."""
         over = kind is None or (issubclass(kind, Fp8ServeError) and not issubclass(kind, MachineError))
         if over and self._ranks.first:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -87,7 +88,7 @@ class Unfinished:
         self._lock = take_lock(self.folder / "lock", f"Another process is calibrating {self._out}.", ModelError)
 
     def once(self, name: str, make: Make) -> Mapping[str, Tensor]:
-        """The result of this name, mapped from its file; `make` computes it where there is none."""
+        """The result of this name, mapped from its file; `make` computes it if there is none."""
         path = self.folder / f"{name}.safetensors"
         if not any(self._ranks.gather(path.exists())):
             made = make()
@@ -119,7 +120,7 @@ class Unfinished:
 def description(
     source: Path, recipe: Recipe, asked: CalibrationOptions, batches: Batches, versions: Mapping[str, str]
 ) -> dict[str, Any]:
-    """What decides a calibration's results, by the names that people know: a run goes on only where all are equal."""
+    """Everything that decides a calibration's results, by its option names: a run resumes only if all are equal."""
     options = {name: value for name, value in asdict(asked).items() if name not in ("resume", "data", "holdout")}
     told = {"model": fingerprint(source), "recipe": to_json(recipe), "samples read": _digest(batches)}
     found: dict[str, Any] = json.loads(json.dumps(told | options | dict(versions)))

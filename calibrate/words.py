@@ -1,4 +1,4 @@
-"""Figures and names as people read them, in tables of the terminal and on the page."""
+"""Figures and names in readable form, for tables on the terminal and on the page."""
 
 import re
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ def number(value: float | None) -> str:
 
 
 def decibels(value: float | None) -> str:
-    """None: no error at all."""
+    """None: no error."""
     return "exact" if value is None else f"{value:.1f} dB"
 
 
@@ -60,7 +60,7 @@ def change(quality: Quality) -> str:
 
 
 def cost(layer: LayerReport, quality: Quality) -> str:
-    """What the layer's FP8 adds to the KL divergence, and which part of the whole that is."""
+    """What the layer's FP8 adds to the KL divergence, and its share of the total."""
     if layer.kl is None:
         return ""
     part = f", {percent(layer.kl / quality.kl_divergence)} of the model's" if quality.kl_divergence else ""
@@ -80,5 +80,5 @@ def outlier_of(layer: LayerReport) -> str:
 
 
 def kept_bytes(report: CalibrationReport) -> str:
-    """What the linears take that stay in BF16."""
+    """The size of the linears that stay in BF16."""
     return f"{size(sum(kept.bytes for kept in report.kept))} more than in FP8"

@@ -1,4 +1,5 @@
-"""What a calibration leaves: the FP8 directory, whole or not at all, with its scales, its report and the page."""
+"""Writes the output of a calibration: the FP8 directory, whole or not at all, with its scales, its report and the
+page."""
 
 import json
 import platform
@@ -32,7 +33,7 @@ from .result import CalibrationReport, DataReport, ExpertsReport, LayerReport, M
 
 
 def write(job: Job, out: Path, quality: Quality, layers: tuple[LayerReport, ...], origin: Made) -> CalibrationReport:
-    """Write `out`; the report as it was written, or would have been. origin: how the report was made."""
+    """Write `out`; returns the report as it was written, or would have been. origin: how the report was made."""
     stored = stored_states(job.states, job.recipe)
     draft = replace(_draft(job, out, stored, quality, layers), made=origin)
     checkpoint = _checkpoint(job, stored)
@@ -75,7 +76,7 @@ def _write_directory(job: Job, out: Path, checkpoint: ScalingCheckpoint, draft: 
 
 
 def _changed(job: Job) -> Mapping[str, Tensor]:
-    """The source's parameters, and those that took their place."""
+    """The source's parameters, with those that replace some of them."""
     found: Any = (job.smoothed, open_checkpoint(job.source))  # typed for writing, and only read
     return ChainMap(*found)
 
@@ -87,7 +88,7 @@ def _draft(
     quality: Quality,
     layers: tuple[LayerReport, ...],
 ) -> CalibrationReport:
-    """The report but for what only the written directory tells."""
+    """The report without the figures that need the written directory."""
     size = weight_bytes(job.source)
     return CalibrationReport(
         model=str(job.source),
@@ -151,7 +152,8 @@ def _checkpoint(job: Job, stored: Mapping[str, ScalingState]) -> ScalingCheckpoi
 
 
 def _tensor_scale(name: str, state: ScalingState) -> TensorScale:
-    """As it is stored: the cache's scales have no history, nor has anything with a history of the staging slot only."""
+    """The state as it is stored: the cache's scales have no history, nor has a state whose history is only the staging
+    slot."""
     keep = not name.endswith((".k", ".v")) and bool(state.amax_history.any())
     return TensorScale(state.scale.cpu(), state.amax_history.cpu() if keep else None)
 
@@ -181,7 +183,7 @@ def weight_bytes(folder: Path) -> int:
 
 
 def versions() -> dict[str, str]:
-    """Of what decides the numbers."""
+    """The versions of everything that affects the numbers."""
     return {
         "fp8serve": fp8serve.__version__,
         "torch": torch.__version__,

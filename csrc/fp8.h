@@ -51,8 +51,9 @@ FP8_INLINE int32_t encode(float x) {
   return sign | (found > kInfinity ? 0x7f : finite);
 }
 
-// Whether a product x * scale is beyond what the format holds, and not only by the roundings of FP32: a scale
-// made for x, its inverse and the product may together end up to four steps above the maximum.
+// Whether a product x * scale is beyond the format's range by more than FP32's roundings: with a scale made
+// for x, the roundings of its inverse and of the product may together end up to four steps above the
+// maximum.
 template <class F>
 FP8_INLINE bool is_cut_off(float product) {
   const int32_t found = std::bit_cast<int32_t>(product) & kMagnitude;
@@ -99,9 +100,10 @@ FP8_INLINE float scale_for(float amax, float fp8_max, bool power_2) {
   return std::bit_cast<float>(power_2 ? finite & kInfinity : finite);
 }
 
-// sum * a * b, rounded after each product. Where a is far from one and b on its other side, the first product
-// may leave the range of FP32 though the second would bring it back: then 2^64 goes from one to the other,
-// which moves no bit of a result that stays in range. Within 2^-64 to 2^64 any a leaves any sum in range.
+// sum * a * b, rounded after each product. Where a is far from 1 and b lies on the other side of 1, the
+// first product may leave the range of FP32 though the second would bring it back: then a factor of 2^64 is
+// moved from one to the other, which changes no bit of a result that stays in range. Within 2^-64 to 2^64
+// any a leaves any sum in range.
 constexpr float kFarUp = 0x1p64f, kFarDown = 0x1p-64f;
 FP8_INLINE float scaled_by(float sum, float a, float b) {
   const bool up = a > kFarUp && b < 1.0f, down = a < kFarDown && b > 1.0f;

@@ -1,11 +1,11 @@
-// The contract of `count_saturated`, the same on every device.
+// The contract of `quantize_watched`, the same on every device.
 #pragma once
 
 #include "check.h"
 
 namespace fp8serve {
 
-// What was cast: x itself, the RMSNorm of x (`other` is its weight), or silu(x) * other.
+// What is cast: x itself, the RMSNorm of x (`other` is its weight), or silu(x) * other.
 enum class Source { plain, norm, gated };
 
 inline Source source_of(const std::optional<Tensor>& other, const std::optional<double>& eps) {
@@ -15,9 +15,9 @@ inline Source source_of(const std::optional<Tensor>& other, const std::optional<
 
 // `Check`: a Contract, or a device's own.
 template <class Check>
-void check_counters(const Check& check, const Tensor& x, const std::optional<Tensor>& other,
-                    const std::optional<double>& eps, const Tensor& scale, const Tensor& amax,
-                    const Tensor& seen, const Tensor& saturated, const std::optional<Tensor>& rows) {
+void check_watched(const Check& check, const Tensor& x, const std::optional<Tensor>& other,
+                   const std::optional<double>& eps, const Tensor& scale, const Tensor& seen,
+                   const Tensor& saturated, const std::optional<Tensor>& rows) {
   check.rank("x", x, 2);
   const Size t{"T", x.size(0)}, width{"K", x.size(1)};
   check.tensor("x", x, {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half}, {t, width});
@@ -25,7 +25,6 @@ void check_counters(const Check& check, const Tensor& x, const std::optional<Ten
   if (other && !eps) check.tensor("other", *other, {x.scalar_type()}, {t, width});
   check.require(other || !eps, "eps", "is given without a weight in other");
   check.tensor("scale", scale, {ScalarType::Float}, {});
-  check.tensor("amax", amax, {ScalarType::Float}, {});
   check.tensor("seen", seen, {ScalarType::Float}, {});
   check.tensor("saturated", saturated, {ScalarType::Long}, {});
   if (rows) check.tensor("rows", *rows, {ScalarType::Long}, {});

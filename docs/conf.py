@@ -24,6 +24,7 @@ source_suffix = {".md": "markdown"}
 exclude_patterns = ["constraints.txt"]
 nitpicky = True  # a reference that leads nowhere is a warning, and `make docs` takes warnings for errors
 default_role = "code"  # docstrings put names in single backticks
+smartquotes = False  # the search finds a question as it is typed, with straight apostrophes
 highlight_language = "text"
 
 myst_heading_anchors = 4  # headings have the anchors that GitHub gives them
@@ -39,7 +40,7 @@ html_copy_source = False
 html_show_copyright = False
 html_static_path = ["static"]
 html_css_files = ["site.css"]
-html_search_scorer = str(ROOT / "docs/static/scorer.js")  # headings first
+html_search_scorer = str(ROOT / "docs/static/scorer.js")  # the section with the closest heading first
 html_theme_options = {"navigation_with_keys": True}
 
 

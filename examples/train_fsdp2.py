@@ -8,6 +8,8 @@ process; one process more is one argument more:
 
 import argparse
 import os
+import sys
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -105,6 +107,19 @@ def train(recipe: str, steps: int) -> list[float]:
     return losses
 
 
+def leave() -> NoReturn:
+    """Exit without shutting the interpreter down.
+
+    Caches of DTensor (PyTorch 2.13) keep the mesh, and with it the threads of gloo, beyond `destroy_process_group`.
+    Such a thread aborts the process ("terminate called without an active exception") when it releases its last tensor
+    while the interpreter shuts down.
+    """
+    dist.barrier()  # nobody leaves while another still talks to it
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
+
+
 @record  # torchrun then shows the traceback of the rank that failed first
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small model with FSDP2 and FP8 all-gathers.")
@@ -115,8 +130,7 @@ def main() -> None:
     losses = train(options.recipe, options.steps)
     if dist.get_rank() == 0:
         print(f"{options.recipe} on {dist.get_world_size()} ranks: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
-    dist.barrier()  # nobody leaves while another still talks to it
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

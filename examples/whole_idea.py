@@ -8,13 +8,13 @@ network that predicts the next character of a text stands for the language model
 FP8 has 256 values, from -448 to 448 in E4M3. To use them well, a tensor is multiplied by a *scale* before it is cast,
 and divided by it afterwards. The best scale is 448 / amax, where amax is the largest magnitude in the tensor, but to
 know amax means to read the tensor before it is cast. *Delayed scaling* reads it once: it casts with the scale of
-earlier steps, notes the amax on the way, and computes the next scale from the history of amaxes. That scale and that
-history are all the state there is. This file carries it through four stages:
+earlier steps, records the amax on the way, and computes the next scale from the history of amaxes. That scale and that
+history are the whole state. This file carries it through four stages:
 
     calibrate  the model computes in high precision, and amaxes are noted: the first scales
-    serve      the scales stand still; the weights are FP8 numbers at rest
+    serve      the scales do not change; the weights are stored in FP8
     fine-tune  every step casts with the scales so far, and updates them at its end
-    serve      the scales that training ended with; nothing is calibrated again
+    serve      the scales from the end of training are used; nothing is calibrated again
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 class Scaling:
     """The delayed-scaling state of one tensor: its scale, and the largest magnitudes of the last steps.
 
-    Slot 0 of `history` collects the step that is under way; 1 is the oldest step and the last slot the newest.
+    Slot 0 of `history` collects the current step; 1 is the oldest step and the last slot the newest.
     """
 
     def __init__(self, dtype: torch.dtype, length: int = 16) -> None:
@@ -115,7 +115,7 @@ class Fp8Product(torch.autograd.Function):
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer without bias that can compute in high precision, in high precision noting amaxes, or in FP8."""
+    """A linear layer without bias that computes in high precision, in high precision recording amaxes, or in FP8."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
@@ -132,7 +132,7 @@ class Fp8Linear(nn.Linear):
 
 
 class ServedLinear(nn.Module):
-    """What serving keeps: a weight of one byte an element, two scales that stand still, no gradient and no history."""
+    """The layer in a server: a weight of one byte per element, two fixed scales, no gradient and no history."""
 
     def __init__(self, weight: Tensor, weight_scale: Tensor, input_scale: Tensor) -> None:
         super().__init__()
@@ -208,8 +208,8 @@ def measured(model: nn.Module, text: Text) -> float:
 
 
 def train(model: Network, text: Text, steps: int, rate: float) -> Iterator[float]:
-    """The loss of each step. A step ends with the update of every scale, of which the optimizer knows nothing; in high
-    precision no amax was noted, so the update changes nothing."""
+    """The loss of each step. A step ends with the update of every scale, independently of the optimizer; in high
+    precision no amax was recorded, so the update changes nothing."""
     optimizer, noise = torch.optim.AdamW(model.parameters(), lr=rate), torch.Generator().manual_seed(1)
     for _ in range(steps):
         loss = loss_of(model, *text.batch(BATCH, noise))
@@ -222,7 +222,7 @@ def train(model: Network, text: Text, steps: int, rate: float) -> Iterator[float
 
 @torch.no_grad()
 def calibrate(model: Network, text: Text, batches: int = 8) -> None:
-    """Fill the histories by watching, and compute the first scales. The results of the model do not change."""
+    """Fill the histories by observing, and compute the first scales. The results of the model do not change."""
     model.switch("calibrate")
     noise = torch.Generator().manual_seed(2)
     for _ in range(batches):

@@ -29,6 +29,7 @@ _HOMES = {
     "Monitor": "fp8serve.fp8.monitor",
     "Engine": "fp8serve.engine.engine",
     "calibrate": "fp8serve.calibration.pipeline",
+    "finetune": "fp8serve.train.finetune",
     "log_probs": "fp8serve.train.log_probs",
     "export": "fp8serve.model.converted",
     "restore_scaling": "fp8serve.model.restoring",

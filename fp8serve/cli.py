@@ -1,4 +1,5 @@
-"""The command line: one module per command in `commands/`, its docstring the help; and here what they share.
+"""The command line: `commands/` has one module per command, whose docstring is its help; this module has the common
+part.
 
 Exit status 0 done, 1 failed, 2 wrong usage, 130 interrupted. A failure is one sentence on standard error; a traceback
 appears only with --debug. Results go to standard output (as JSON with --json), everything else to standard error.
@@ -40,7 +41,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help: it comes sooner, and pipes and pagers show it unchanged
+    rich_markup_mode=None,  # plain help is faster, and pipes and pagers show it unchanged
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 COMMANDS: dict[str, Any] = {
@@ -111,14 +112,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _tell(sentence: str) -> None:
-    if logs.writes_json():  # a server of which every line is JSON
+    if logs.writes_json():  # a server whose every line is JSON
         logging.getLogger("fp8serve").critical("%s", sentence)
     else:
         print(f"fp8serve: {sentence}", file=sys.stderr)
 
 
 def _sentence(error: Exception) -> str:
-    """What the user reads: our own errors and the system's say it themselves, anything else is our fault."""
+    """The message for the user: our own errors and the system's explain themselves, anything else is our fault."""
     if isinstance(error, Fp8ServeError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:

@@ -1,9 +1,9 @@
-"""Two checkpoints side by side: configuration, scales, weights, and what only one of them has.
+"""Compares two checkpoints: configuration, scales, weights, and the parts that only one of them has.
 
-Scales are compared as the multipliers that quantize, whatever their files spell: those of scales.safetensors where it
-holds them, else those beside the weights. Weights are compared by their bits where both are stored in one format, and
-by their values in FP32 in any case, so that an FP8 directory can be held against the high precision it came from.
-Weights are read some rows at a time.
+Scales are compared as the multipliers that quantize, whatever their files store: those of scales.safetensors where it
+has them, else those beside the weights. Weights are compared by their bits where both are stored in one format, and in
+any case by their values in FP32, so that an FP8 directory can be compared with its high-precision source. Weights are
+read some rows at a time.
 """
 
 import json
@@ -39,30 +39,30 @@ class ScaleChange:
     tensor: str
     a: tuple[float, float]
     b: tuple[float, float]
-    ratio: float | None  # b / a, where it is farthest from 1; None: of different granularity
+    ratio: float | None  # the b / a that is farthest from 1; None: different granularities
 
 
 @dataclass(frozen=True)
 class WeightChange:
-    """A weight in both, which is not the same. Values are those that the model computes with."""
+    """A weight that differs between the two. Values are those that the model computes with."""
 
     tensor: str
     a: str  # format and shape
     b: str
     differing: float | None  # fraction of the stored elements; None: stored in different formats
-    largest: float | None  # change of an element; None: of different shapes
+    largest: float | None  # largest change of an element; None: different shapes
     sqnr_db: float | None  # of a over the change; None: no change of values, or of different shapes
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What differs; `same_weights` and `same_scales` count what does not."""
+    """The differences; `same_weights` and `same_scales` count what is equal."""
 
     a: str
     b: str
     config: dict[str, tuple[Any, Any]]  # by key, a part of a nested one behind a dot; None: not there
-    weights: tuple[WeightChange, ...]  # those first whose values changed most
-    scales: tuple[ScaleChange, ...]  # those first that are farthest from 1
+    weights: tuple[WeightChange, ...]  # largest change of values first
+    scales: tuple[ScaleChange, ...]  # farthest from 1 first
     only_in_a: tuple[str, ...]
     only_in_b: tuple[str, ...]
     same_weights: int
@@ -74,7 +74,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Side:
-    """What a path holds."""
+    """The contents of a path."""
 
     path: Path
     config: dict[str, Any] = field(default_factory=dict)
@@ -146,7 +146,7 @@ def _of_checkpoint(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def _of_cache(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """As they lie beside the weights, whatever a scales.safetensors says."""
+    """The scales beside the weights, whatever scales.safetensors says."""
     roles: tuple[Literal["k", "v"], ...] = ("k", "v")
     for owner in (f"model.layers.{layer}.self_attn" for layer in range(checkpoint.config.num_layers)):
         for role in roles:
@@ -160,7 +160,7 @@ def _of_cache(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
 
 
 def _comparable(a: _Side, b: _Side) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of a file of scales only the recipe says something, and so of what it is held against."""
+    """If one side is a file of scales, only the recipes are compared."""
     if a.checkpoint is not None and b.checkpoint is not None:
         return a.config, b.config
     shared = a.config.keys() & b.config.keys()
@@ -221,7 +221,7 @@ def _weights(
 
 @dataclass(frozen=True)
 class _Weight:
-    """As it lies in the file: `stored`, and what multiplies it, FP32 [], by rows or blocks, or None."""
+    """As it is in the file: `stored`, and its dequantizing scale, FP32 [], by rows or blocks, or None."""
 
     stored: Tensor
     scale_inv: Tensor | None

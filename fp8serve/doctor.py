@@ -1,8 +1,8 @@
-"""What this machine has and what fp8serve makes of it, as plain data: `examine()`; the command prints it.
+"""What this machine has and how fp8serve uses it, as plain data: `examine()`; the command prints it.
 
 "Natively" means that compiled kernels of ours serve every operation of a recipe on the CPU; otherwise the PyTorch
-reference does: the same numbers, slower. Nothing here changes the machine, and nothing is guessed: what cannot be read
-is null.
+reference does, with the same numbers and slower. Nothing here changes the machine, and nothing is guessed: values that
+cannot be read are null.
 """
 
 import os
@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,20 @@ _INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512bw", "avx512_bf16", "avx51
 _LEAST_DISK = 1 << 30
 
 
-def examine(data_dir: Path | None = None, model: str | None = None) -> dict[str, Any]:
+def examine(
+    data_dir: Path | None = None, model: str | None = None, check: Callable[[str], None] | None = None
+) -> dict[str, Any]:
     """Everything `fp8serve doctor` shows; `problems` lists sentences about what keeps fp8serve from working, or from
-    computing `model`, and `notes` those about what makes it slow."""
+    computing `model`, and `notes` those about what makes it slow.
+
+    With `check` every kernel is tried now, and it is told what is being tried. Kernels that this or an earlier check
+    has found wrong are switched off in this process, as in one that serves.
+    """
     import torch
 
     from fp8serve.fp8 import ops
 
+    checks, wrong = kernel_checks(check)
     kernels = ops.backends()
     disk = _disk(data_dir or _data_home())
     gpus, library = _gpus(), cuda_library()
@@ -44,21 +52,48 @@ def examine(data_dir: Path | None = None, model: str | None = None) -> dict[str,
         "numerics": {op: kernel["numerics"] for op, kernel in ops.cpu_kernels().items()},
         "cuda_kernels": ops.backends("cuda") if torch.cuda.device_count() else {},
         "cuda_library": library,
+        "kernel_checks": checks,
         "recipes": {name: _recipe(needed, kernels) for name, needed in ops.recipe_ops().items()} | {"bf16": _BF16},
         "compilers": {"c++": _compiler(), "nvcc": _nvcc()},
         "memory": _memory(),
         "disk": disk,
         "model": computed,
-        "problems": _problems(disk) + refused + unknown,
-        "notes": slow,
+        "problems": _problems(disk) + refused + unknown + (wrong if check else []),
+        "notes": slow + ([] if check else wrong),
     }
+
+
+def kernel_checks(progress: Callable[[str], None] | None) -> tuple[list[dict[str, Any]], list[str]]:
+    """(for each device with kernels of ours what a check has found, sentences about kernels that are switched off).
+
+    With `progress` the check is made now, else it is one that was kept; `date` is null where there is none.
+    """
+    import torch
+
+    from fp8serve.fp8 import selfcheck
+
+    found, wrong = [], []
+    for device in [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]:
+        machine = selfcheck.machine_of(device)
+        if machine is None:
+            continue
+        verdict = selfcheck.kept(machine) if progress is None else selfcheck.examine(device, machine, progress)
+        if verdict is not None and verdict.bad:
+            selfcheck.switch_off(device, verdict.bad)
+            wrong.append(selfcheck.sentence(verdict))
+        if verdict is not None and verdict.unfinished:
+            wrong.append(f"The check of the kernels on {machine.name} did not come to its end: {verdict.unfinished}.")
+        kernels = {} if verdict is None else {name: finding.text() for name, finding in verdict.kernels.items()}
+        date = None if verdict is None else verdict.date
+        found.append({"device": str(device), "name": machine.name, "date": date, "kernels": kernels})
+    return found, wrong
 
 
 _BF16 = {"runs": "torch", "why": "no FP8: torch's own high-precision kernels"}
 
 
 def _model(name: str | None) -> tuple[dict[str, str] | None, list[str]]:
-    """(what the model is and who computes it, problems); without weights."""
+    """(description of the model and of what computes it, problems); needs no weights."""
     from fp8serve.hub import find_model
     from fp8serve.model.config.either import computed_by, read_any_config
 
@@ -118,7 +153,7 @@ def cuda_library() -> dict[str, Any]:
     return found | {"state": "loaded"}
 
 
-OLDEST_NVCC = (12, 8)  # the first that knows sm_100a and sm_120a
+OLDEST_NVCC = (12, 8)  # the first version that supports sm_100a and sm_120a
 
 
 def _why_not_built() -> str:

@@ -1,12 +1,15 @@
-"""How our worker processes end: at once, because their owner waits for it.
+"""How processes of ours end at once: workers, because their owner waits for it, and a server that has not begun.
 
-Taking a Python process with torch in it apart takes the interpreter one to three seconds, and gives back nothing that
-the operating system does not take back anyway.
+The interpreter needs one to three seconds to shut down a process with torch, and frees nothing that the operating
+system does not free anyway.
 """
 
+import contextlib
 import os
+import signal
 import sys
-from typing import NoReturn
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
 
 def end_process(status: int) -> NoReturn:
@@ -14,3 +17,34 @@ def end_process(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+@contextlib.contextmanager
+def ends_when_asked() -> Iterator[None]:
+    """While the block runs, SIGTERM and SIGINT end the process at once with status 0, unless it handles them itself.
+
+    For what has nothing to finish yet. Python's own handling would show a KeyboardInterrupt, or lose it in an import;
+    and the first process of a container ignores a SIGTERM that it does not handle.
+    """
+
+    def end(*_: Any) -> NoReturn:
+        os._exit(0)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Processes started in the block never get SIGINT: Ctrl-C reaches the whole group, and is their owner's to handle,
+    also while they still import what would ignore it. Their owner's own is delayed at most.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

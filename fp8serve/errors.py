@@ -1,14 +1,14 @@
 """The failures a user can have, one class each; every message is one sentence that says what was wrong and what to do.
 
-The command line prints the message and exits with 1, the server renders it as a 4xx; neither shows a traceback. What a
-message quotes is a stranger's, of any length and with any characters: it is quoted by `shown` or `one_line`.
+The command line prints the message and exits with 1, the server renders it as a 4xx; neither shows a traceback. A
+quoted value may come from a stranger and have any length and any characters: `shown` or `one_line` quote it.
 """
 
 MAX_SHOWN = 80  # characters of a quoted value
 
 
 def shown(value: object) -> str:
-    """`value` as a sentence quotes it: its repr, and of a long one the beginning."""
+    """`value` as a sentence quotes it: its repr, shortened to its beginning if it is long."""
     return _cut(repr(value))
 
 
@@ -26,7 +26,7 @@ class Fp8ServeError(Exception):
 
 
 class RecipeError(Fp8ServeError):
-    """A recipe's parameter or name is not one that exists."""
+    """A recipe's parameter or name does not exist."""
 
 
 class ModelError(Fp8ServeError):
@@ -34,7 +34,7 @@ class ModelError(Fp8ServeError):
 
 
 class TakenError(ModelError):
-    """Something is already where a model directory is to be written."""
+    """The path where a model directory should be written is taken."""
 
 
 class ScalesError(Fp8ServeError):
@@ -63,3 +63,7 @@ class ServerError(Fp8ServeError):
 
 class MachineError(Fp8ServeError):
     """This machine lacks what was asked for: a device, a free port, memory, disk."""
+
+
+class GroupError(MachineError):
+    """Of processes that work together one is gone: they did not meet, or it died too often."""

@@ -1,18 +1,20 @@
-"""Where a model's name leads: a directory, a GGUF file that is converted once, SmolLM2 from a Python package, or a name
+"""Finds the model of a name: a directory, a GGUF file that is converted once, SmolLM2 from a Python package, or a name
 on the Hugging Face hub that is downloaded once.
 
 A name on the hub is only tried when no such directory exists. HF_HUB_OFFLINE=1 is honoured by huggingface_hub itself:
-then only what was downloaded before is found.
+then only models that were downloaded before are found.
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from fp8serve.errors import ModelError
 from fp8serve.terminal import remark
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
-_FILE_NAMES = (".gguf", ".safetensors")  # no model on the hub is called so
+_FILE_NAMES = (".gguf", ".safetensors")  # no model on the hub has this name
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]  # never pickled weights, never code
 
 
@@ -35,6 +37,12 @@ def find_model(name: str) -> Path:
             "such as org/name."
         )
     return _download(name)
+
+
+def draft_found(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of an engine with the directory of the draft model that they name. ModelError as `find_model`."""
+    name = options.get("draft_model")
+    return dict(options) if name is None else {**options, "draft_model": str(find_model(str(name)))}
 
 
 def find_checkpoint(name: str) -> Path:
@@ -63,6 +71,6 @@ def _download(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=_FILES))
     except (
         Exception
-    ) as error:  # the hub library raises a dozen classes, some of them requests'; one sentence covers all
+    ) as error:  # the hub library raises a dozen classes, some of them from requests; one sentence covers all
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise ModelError(f"{name} is not a directory, and the hub did not give it ({reason}).") from error

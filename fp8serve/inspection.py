@@ -1,9 +1,9 @@
 """Every scale in a checkpoint: what it scales, in which direction, its shape and values, and where it came from.
 
-Three kinds of place hold scales. A model directory stores dequantizing multipliers under the names of its format;
-`scales.safetensors` stores quantizing multipliers and the amax histories they were made from, and so do the
-`_extra_state` tensors of Transformer Engine. All are read and checked by the same code that serves or imports
-them: what cannot be served is shown, and marked with the reason. Where the model itself cannot be loaded (an unknown
+Scales are stored in three kinds of places. A model directory stores dequantizing multipliers under the names of its
+format; `scales.safetensors` stores quantizing multipliers and the amax histories they were made from, and so do the
+`_extra_state` tensors of Transformer Engine. All are read and checked by the same code that serves or imports them:
+scales that cannot be served are shown and marked with the reason. If the model itself cannot be loaded (an unknown
 architecture, a missing shard), its tensors are shown by their names alone.
 """
 
@@ -51,8 +51,8 @@ def inspect(path: Path) -> dict[str, Any]:
     Engine.
 
     `computed_by` is "fp8serve", "transformers", or None where no model can be loaded.
-    `notes` are sentences on what the model loses here and on who else cannot read it; `problem` says why nothing in it
-    can be served, or is None. A model that cannot be loaded is shown all the same, its tensors by their names alone.
+    `notes` are sentences on what the model loses here and on which programs cannot read it; `problem` says why nothing
+    in it can be served, or is None. A model that cannot be loaded is still shown, its tensors by their names alone.
 
     ModelError, ScalesError: there is nothing to inspect, or it is damaged.
     """
@@ -94,13 +94,13 @@ def _of_model(path: Path, state: ScalingCheckpoint | None) -> dict[str, Any]:
 
 
 def _present(path: Path) -> Shards:
-    """The tensors of all files of weights that are there, whatever an index says."""
+    """The tensors of all existing weight files, whatever an index says."""
     headers = [read_header(file)[0] for file in sorted(path.glob("*.safetensors")) if file.name != FILE_NAME]
     return Shards({key: tensor for header in headers for key, tensor in header.items()}, {})
 
 
 def _from_names(shards: Shards) -> list[Scale]:
-    """What is named like a scale; the architecture need not be known."""
+    """Tensors that are named like a scale; the architecture may be unknown."""
     named = [_named(shards, key) for key in sorted(shards, key=_natural)]
     return [scale for scale in named if scale is not None]
 
@@ -121,7 +121,7 @@ def _natural(key: str) -> list[tuple[int, str]]:
 
 
 def _stranger(checkpoint: Checkpoint, state: ScalingCheckpoint) -> str | None:
-    """Why the sidecar as a whole is not the one of the files beside it."""
+    """Why the sidecar as a whole does not belong to the files beside it."""
     try:
         check_belongs(state, checkpoint.path, FILE_NAME)
     except ScalesError:

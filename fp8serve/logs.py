@@ -3,11 +3,10 @@
     {"time": "2026-11-24T10:05:03.127Z", "level": "info", "logger": "fp8serve.server.access", "process": "server",
      "message": "POST /generate 200 81.3 ms req-0f3c", "request_id": "req-0f3c", "route": "/generate", "status": 200}
 
-`configure` is called once by each process; a program that hosts us and has its own logging keeps it. What belongs to
-the request under way is bound to its context, and every JSON record made on its behalf carries it; a record adds its
-own with `extra=fields(...)`. In JSON nothing else is written: warnings of Python and exceptions that nobody caught
-become records, too, and a traceback is one field. Only ASCII is written, so that no reader finds a line's end inside a
-record.
+`configure` is called once by each process; a program that hosts us and has its own logging keeps it. Fields of the
+current request are bound to its context, and every JSON record made on its behalf has them; a record adds its own with
+`extra=fields(...)`. In JSON nothing else is written: Python's warnings and uncaught exceptions become records, too, and
+a traceback is one field. Only ASCII is written, so that no record contains a line break.
 """
 
 import contextlib
@@ -30,7 +29,7 @@ _bound: ContextVar[dict[str, Any] | None] = ContextVar("fp8serve_log_fields", de
 
 @contextlib.contextmanager
 def request_fields(**known: Any) -> Iterator[None]:
-    """While it is open, records made in this context carry `known` and what `bind` adds."""
+    """While it is open, records made in this context have the fields `known` and those that `bind` adds."""
     token = _bound.set(dict(known))
     try:
         yield
@@ -39,13 +38,14 @@ def request_fields(**known: Any) -> Iterator[None]:
 
 
 def bind(**known: Any) -> None:
-    """Adds to the fields of the request under way; without one, nothing. Tasks and threads made for it see it, too."""
+    """Adds to the fields of the current request; does nothing without one. Tasks and threads made for it see them,
+    too."""
     if (found := _bound.get()) is not None:
         found.update(known)
 
 
 def bound() -> dict[str, Any]:
-    """The fields of the request under way."""
+    """The fields of the current request."""
     return dict(_bound.get() or {})
 
 
@@ -55,7 +55,7 @@ def fields(**known: Any) -> dict[str, Any]:
 
 
 class JsonFormatter(logging.Formatter):
-    """A record as a JSON object on one line. `process`: what this process is, in a word."""
+    """A record as a JSON object on one line. `process`: the kind of this process, one word."""
 
     def __init__(self, process: str) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""What an option is: a field of a frozen dataclass, and its type says the rest.
+"""An option is a field of a frozen dataclass; the field's type has everything else about it.
 
     temperature: Annotated[float, Ge(0), Le(100), About("0 takes the likeliest token every time.")] = 1.0
 
-The bounds are those of `annotated_types`, which pydantic checks when the dataclass is made (`check`). The default, the
-bounds and the text stand here and nowhere else: the command line (`commands/from_options.py`), the bodies of HTTP
+The bounds are those of `annotated_types`, which pydantic checks when the dataclass is made (`check`). The field is the
+only place for the default, the bounds and the text: the command line (`commands/from_options.py`), the bodies of HTTP
 (`server/schemas/derived.py`) and the page docs/options.md are made from `options_of`. Nothing here imports pydantic
 before a value is checked, so that `import fp8serve` does not wait for it.
 """
@@ -20,11 +20,11 @@ from fp8serve.errors import Fp8ServeError, RequestError, shown
 
 @dataclass(frozen=True)
 class About:
-    """What people read about an option, and how the command line spells it where that is not as the field.
+    """The text about an option, and its name on the command line where that differs from the field's.
 
-    `unset`: what a default of None or () means. `flag`: its name on the command line; None: the field's; "": it has
-    none. `narrowed`: the type of what can be said there, where the field takes more.
-    `private`: a secret, or a place on this machine, which `/info` does not show.
+    `unset`: the meaning of a default of None or (). `flag`: its name on the command line; None: the field's; "": it has
+    none. `narrowed`: the type on the command line, if the field takes more. `private`: a secret, or a path on this
+    machine, which `/info` does not show.
     """
 
     text: str
@@ -37,11 +37,11 @@ class About:
 
 @dataclass(frozen=True)
 class Option:
-    """A field as the generated surfaces need it. `kind`: its annotation, whole; `about`: what it says of itself."""
+    """A field as the generated interfaces need it. `kind`: its whole annotation; `about`: its text."""
 
     name: str
     kind: Any
-    default: Any  # MISSING: it must be given
+    default: Any  # MISSING: it is required
     about: About
 
     @property
@@ -86,8 +86,8 @@ def _default(field: Any) -> Any:
 
 
 def check(options: Any, error: type[Fp8ServeError]) -> None:
-    """Called by `__post_init__` of a dataclass: each value has its field's type and keeps its bounds, or `error` says
-    in one sentence which does not. A list becomes the tuple that the field declares.
+    """Called by `__post_init__` of a dataclass: checks that each value has its field's type and is within its bounds;
+    else raises `error` with one sentence. A list becomes the tuple that the field declares.
     """
     from pydantic import ValidationError
 
@@ -102,7 +102,7 @@ def check(options: Any, error: type[Fp8ServeError]) -> None:
 
 @cache
 def _validator(cls: Any) -> Any:
-    """Strict: a text is no number, and a boolean is none. NaN and infinity are refused."""
+    """Strict: neither a text nor a boolean is a number. NaN and infinity are refused."""
     import typing_extensions
     from pydantic import ConfigDict, TypeAdapter
 

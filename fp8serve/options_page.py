@@ -16,8 +16,8 @@ from fp8serve.train.config import TrainConfig
 GUARD = 10**9  # bounds from here on only guard the machine
 HEAD = """# Options
 
-Made by `make options` from the dataclasses that hold the options and from the commands that take them. Where a default
-is in brackets, nothing is set, and that is what happens.
+Made by `make options` from the dataclasses that hold the options and from the commands that take them. A default in
+brackets describes what happens when the option is not set.
 """
 CONCEPTS: dict[type, str] = {
     SamplingParams: "Keyword arguments of `Engine.generate`. `POST /generate` takes them as `parameters`, the OpenAI "

@@ -17,8 +17,8 @@ HEAD = """# Routes
 
 Made by `make routes` from the OpenAPI description that a server gives at `/openapi.json`; its `/docs` shows the same
 with the type of every field. [clients.md](clients.md) says how OpenAI's and Anthropic's clients use these routes, and
-[operating.md](operating.md#who-may-use-it) what the scopes of a key are. Fields in bold must be given. Failures are
-HTTP statuses with the `code` that the body of an error names.
+[operating.md](operating.md#api-keys-tenants-and-scopes) what the scopes of a key are. Fields in bold must be given.
+Failures are HTTP statuses with the `code` that the body of an error names.
 """
 # The headings of the page, by the tag of an operation, in the order in which they appear.
 GROUPS = {

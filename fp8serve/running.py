@@ -1,9 +1,9 @@
-"""A server of ours in a process of its own, and a small client for it: what the demonstration uses.
+"""A server in a separate process, and a small client for it, for the demonstration.
 
 `with RunningServer(model, log=...) as server:` waits until the server is ready, and ends it in every case together with
-its engine and its jobs. The socket is opened here and left to the server, so that no other program can take the port
-between the two. The client is the standard library's: no proxy, no retries; an error is one sentence with the
-server's own words.
+its engine and its jobs. The socket is opened here and passed to the server, so that no other program can take the port
+in between. The client is the standard library's: no proxy, no retries; an error is one sentence with the server's own
+words.
 """
 
 import json
@@ -62,11 +62,11 @@ class RunningServer:
 
     @property
     def pid(self) -> int:
-        """Of the process that answers HTTP; the engine is its child."""
+        """The id of the process that answers HTTP; the engine is its child."""
         return self._process.pid
 
     def stop(self) -> int:
-        """SIGTERM, and what the server does about it: its exit status. Killed when it takes too long."""
+        """Sends SIGTERM and returns the server's exit status. Kills it when it takes too long."""
         self._process.terminate()
         try:
             return self._process.wait(_STOP_SECONDS)

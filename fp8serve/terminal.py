@@ -1,4 +1,4 @@
-"""What the commands print, and where: results on standard output, progress and remarks on standard error.
+"""The output of commands: results on standard output, progress and remarks on standard error.
 
 A progress bar appears only when standard error is a terminal; with --json standard output holds one JSON document.
 """
@@ -28,7 +28,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON o
 
 
 def check_report(file: Path | None) -> None:
-    """Before the work whose result goes there. MachineError: the file cannot be written."""
+    """Call it before the work whose result goes there. MachineError: the file cannot be written."""
     if file is not None and not file.absolute().parent.is_dir():
         raise MachineError(f"{file} cannot be written: there is no directory {file.parent}.")
 
@@ -40,7 +40,7 @@ def write_report(file: Path | None, page: Callable[[], str]) -> None:
 
 
 def typed(context: typer.Context) -> str:
-    """The command line that a command was called with, for a shell."""
+    """The command line of the current command, for a shell."""
     return shlex.join(["fp8serve", *(context.find_root().obj or sys.argv[1:])])
 
 
@@ -71,7 +71,7 @@ def remark(text: str) -> None:
 
 
 def printable(text: str) -> str:
-    """`text` without what would steer the terminal: a stranger's escape sequences lose their first character."""
+    """`text` without terminal control: escape sequences from strangers lose their first character."""
     return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)
 
 
@@ -91,9 +91,9 @@ def print_rich(table: Any) -> None:
 
 
 @contextmanager
-def progress(what: str) -> Iterator[Advance]:
-    """A bar on standard error while the block runs; nothing at all where that is no terminal."""
-    if not sys.stderr.isatty():
+def progress(what: str, shown: bool = True) -> Iterator[Advance]:
+    """A bar on standard error while the block runs; nothing if that is not a terminal, or if the bar is not `shown`."""
+    if not (shown and sys.stderr.isatty()):
         yield _nowhere
         return
     from rich.console import Console
@@ -124,7 +124,7 @@ def print_report(report: Any, table: Callable[[Any], Any], as_json: bool) -> Non
 
 
 def _nowhere(done: int, total: int, what: str | None = None) -> None:
-    """There is no bar to move."""
+    """Does nothing, because there is no bar to move."""
 
 
 def size(num_bytes: float) -> str:

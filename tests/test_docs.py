@@ -1,4 +1,4 @@
-"""What the documentation says is run: the README's commands on a tiny model, its links, its tree, the examples."""
+"""Runs what the documentation says: docs/commands.md on a tiny model, links, the README's tree, the examples."""
 
 import re
 import shutil
@@ -14,17 +14,18 @@ from tests.tiny import CHATS, write_tiny_model
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 README = (ROOT / "README.md").read_text()
+COMMANDS = (ROOT / "docs" / "commands.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
-    """The fenced blocks of the README in one language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.M | re.S)
+    """The fenced blocks of docs/commands.md in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", COMMANDS, flags=re.M | re.S)
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory in which ./model and chats.jsonl are what the README says they are."""
-    place = tmp_path_factory.mktemp("readme")
+    """A directory in which ./model and chats.jsonl are what docs/commands.md says they are."""
+    place = tmp_path_factory.mktemp("commands")
     write_tiny_model(place / "model")
     (place / "chats.jsonl").write_text(CHATS)
     return place
@@ -88,7 +89,9 @@ def test_make_targets_that_are_named_exist() -> None:
 
 def test_options_in_text_blocks_exist() -> None:
     """Commands that wait for ever, such as serve, are not run; their options are checked."""
-    for command, options in re.findall(r"^fp8serve (\w+)[^\n]*?((?: --[a-z-]+(?: [^-\s]\S*)?)+)$", README, flags=re.M):
+    for command, options in re.findall(
+        r"^fp8serve (\w+)[^\n]*?((?: --[a-z-]+(?: [^-\s]\S*)?)+)$", README + COMMANDS, flags=re.M
+    ):
         shown = run(ROOT, sys.executable, "-m", "fp8serve.cli", command, "--help")
         for option in re.findall(r"--[a-z-]+", options):
             assert option in shown

@@ -1,7 +1,9 @@
-"""doctor says what is true of this machine."""
+"""doctor reports the facts about this machine."""
 
 import json
 import os
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,8 @@ import torch
 
 from fp8serve import doctor
 from fp8serve.cli import main
-from fp8serve.fp8 import ops
+from fp8serve.fp8 import ops, selfcheck
+from fp8serve.fp8.ops import registry
 
 
 def test_kernels_are_those_of_ops(tmp_path: Path) -> None:
@@ -164,3 +167,67 @@ def test_the_command_shows_the_state_of_the_cuda_kernels(capsys: pytest.CaptureF
     main(["doctor"])
     state = doctor.cuda_library()["state"]
     assert f"CUDA     kernels {state}" in capsys.readouterr().out
+
+
+def checked(monkeypatch: pytest.MonkeyPatch, *findings: tuple[str, selfcheck.Finding], unfinished: str = "") -> None:
+    """Any check of the CPU's kernels finds this."""
+
+    def check(device: torch.device, machine: selfcheck.Machine, progress: Callable[[str], None]) -> selfcheck.Verdict:
+        progress("what is being tried")
+        return selfcheck.Verdict(machine, "2026-11-25T01:02:03+00:00", dict(findings), unfinished)
+
+    monkeypatch.setattr(selfcheck.checking, "check", check)
+
+
+@pytest.fixture
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield
+    registry.restore("cpu")
+    if ops.LIBRARIES["cpu"]:
+        torch.ops.fp8serve.cpu_isa("best")
+
+
+needs_kernels = pytest.mark.skipif(ops.LIBRARIES["cpu"] is None, reason="the CPU library was not built")
+
+
+@needs_kernels
+def test_kernels_are_checked_on_demand_and_the_verdict_is_kept(
+    own_cache: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    where = ["--data-dir", str(tmp_path)]
+    assert main(["doctor", *where]) == 0
+    assert "check    cpu: kernels not checked here yet (--check does it)" in capsys.readouterr().out
+    checked(monkeypatch, ("quantize.avx2", selfcheck.Finding("agrees")), ("mm.avx2", selfcheck.Finding("agrees")))
+    assert main(["doctor", "--check", *where]) == 0
+    assert "check    cpu: 2 of 2 kernels agree with the reference, 2026-11-25" in capsys.readouterr().out
+    assert main(["doctor", "--json", *where]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["kernel_checks"]
+    assert found["kernels"] == {"quantize.avx2": "agrees", "mm.avx2": "agrees"}
+
+
+@needs_kernels
+def test_a_kernel_that_a_check_finds_wrong_is_named_and_fails_the_check_only(
+    own_cache: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    where = ["--data-dir", str(tmp_path)]
+    bad = selfcheck.Finding("disagrees", "3 of 4 values")
+    checked(monkeypatch, ("look_up.portable", bad), ("quantize.avx2", selfcheck.Finding("agrees")))
+    assert main(["doctor", "--check", *where]) == 1
+    shown = capsys.readouterr().out
+    assert "problem: 1 kernel is switched off" in shown
+    assert re.search(r"cpu +look_up\.portable +disagrees: 3 of 4 values", shown)
+    assert re.search(r"look_up +reference; its cpu kernel is switched off", shown)
+    assert main(["doctor", *where]) == 0
+    shown = capsys.readouterr().out
+    assert "note: 1 kernel is switched off" in shown
+    assert "1 of 2 kernels agree" in shown
+
+
+@needs_kernels
+def test_a_check_that_could_not_run_is_a_problem(
+    own_cache: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    checked(monkeypatch, unfinished="its process cannot be started (no memory)")
+    assert main(["doctor", "--check", "--data-dir", str(tmp_path)]) == 1
+    assert "did not come to its end: its process cannot be started (no memory)." in capsys.readouterr().out

@@ -1,5 +1,7 @@
-"""A worker's end: what it printed is out, its status is right, and nothing is taken apart first."""
+"""A worker's end: what it printed is out, its status is right, and nothing is taken apart first. A server's, before it
+has begun: quiet."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +25,44 @@ def test_a_process_ends_at_once_with_its_status_and_its_output() -> None:
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (3, "printed", "")
+
+
+ASKED = """
+import signal, sys
+from fp8serve.ending import ends_when_asked
+before = signal.getsignal(signal.SIGINT)
+with ends_when_asked():
+    pass
+assert signal.getsignal(signal.SIGINT) is before
+with ends_when_asked():
+    try:
+        signal.raise_signal(int(sys.argv[1]))
+    finally:
+        print("went on")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_has_nothing_to_finish_ends_at_once_when_it_is_asked_to(number: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ASKED, str(int(number))], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+SPARED = """
+import subprocess, sys
+from fp8serve.ending import without_interrupts
+raised = "import signal; signal.raise_signal(signal.SIGINT); print('went on', flush=True)"
+with without_interrupts():
+    subprocess.run([sys.executable, "-c", raised])
+subprocess.run([sys.executable, "-c", raised], stderr=subprocess.DEVNULL)
+"""
+
+
+def test_processes_that_begin_are_spared_interrupts_and_others_are_not() -> None:
+    done = subprocess.run([sys.executable, "-c", SPARED], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (done.stdout, done.stderr) == ("went on\n", "")
 
 
 @pytest.mark.parametrize("worker", ["engine/worker.py", "train/job_process.py"])

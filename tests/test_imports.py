@@ -14,12 +14,14 @@ ALLOWED = {
     "fp8": {"fp8", "errors", "options"},
     "model": {"model", "fp8", "errors", "options"},
     "engine": {"engine", "model", "fp8", "errors", "options", "ending", "logs"},
-    "calibration": {"calibration", "model", "fp8", "errors", "options"},
-    "train": {"train", "model", "fp8", "errors", "options", "ending"},
+    "calibration": {"calibration", "model", "fp8", "errors", "options", "ranks"},
+    "train": {"train", "model", "fp8", "errors", "options", "ending", "ranks"},
     "client": {"client", "errors"},
     "chat": {"chat", "client", "engine", "model", "errors", "options", "terminal"},
-    "server": {"server", "engine", "train", "model", "fp8", "errors", "options", "logs"},
+    "server": {"server", "engine", "train", "model", "fp8", "errors", "options", "ending", "logs"},
 }
+MORE = {"fp8serve.train.methods.grpo.rollouts": {"engine"}}
+"""A policy is trained on what a server says, so that one module of training runs one."""
 FOUNDATION = {
     "faults", "named_models", "settings", "metrics", "live_metrics", "vllm_metrics", "tasks", "tracing", "usage",
 }  # fmt: skip
@@ -99,8 +101,9 @@ def room(name: str) -> str:
 
 @pytest.mark.parametrize("module", sorted(m for m in sources() if room(m) in ALLOWED))
 def test_arrows_point_one_way(module: str) -> None:
-    wrong = {i for i in imports(module, sources()[module]) if room(i) and room(i) not in ALLOWED[room(module)]}
-    assert not wrong, f"{module} may import only {sorted(ALLOWED[room(module)])}, not {sorted(wrong)}"
+    allowed = ALLOWED[room(module)] | MORE.get(module, set())
+    wrong = {i for i in imports(module, sources()[module]) if room(i) and room(i) not in allowed}
+    assert not wrong, f"{module} may import only {sorted(allowed)}, not {sorted(wrong)}"
 
 
 def server_room(name: str) -> str:

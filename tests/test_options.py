@@ -135,7 +135,7 @@ def test_named_values_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_every_sampling_parameter_is_on_the_wire(body: Any, otherwise: tuple[str, ...]) -> None:
-    """Whoever adds one to SamplingParams has added it to both APIs."""
+    """A parameter that is added to SamplingParams is in both APIs."""
     wanted = {o.name for o in options_of(SamplingParams)} - set(otherwise)
     assert wanted <= body.model_fields.keys()
 

@@ -1,4 +1,4 @@
-"""The pages of docs/ that quote the code: error messages, worked examples, commands, and the pages made from code."""
+"""Pages of docs/ that quote the code: error messages, worked examples, commands, and pages generated from code."""
 
 import ast
 import os
@@ -32,7 +32,7 @@ def pages_of(*folders: str) -> list[Path]:
 
 @cache
 def messages() -> str:
-    """Every text in the code, a line each, with an ellipsis for what is put into it."""
+    """Every text in the code, a line each, with an ellipsis for every inserted value."""
     found = []
     for path in [*(ROOT / "fp8serve").rglob("*.py"), *(ROOT / "calibrate").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -89,7 +89,7 @@ def test_python_in_a_page_is_python(page: Path) -> None:
 def commands(page: Path) -> list[list[str]]:
     """The words of every `fp8serve ...` in a block of shell, behind a prompt or not, with continued lines joined.
 
-    A word in capitals alone stands for what the reader puts there, OPTIONS for several.
+    A word in capitals stands for a value that the reader inserts, OPTIONS for several.
     """
     blocks = re.findall(r"^```(?:sh|console)?\n(.*?)^```", page.read_text(), flags=re.M | re.S)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()

@@ -8,7 +8,7 @@ FOLDER = Path(__file__).with_name("watched")
 
 
 def watch_sockets(monkeypatch: pytest.MonkeyPatch, log: Path) -> None:
-    """Processes started from now on, and theirs, write what they ask of other machines to `log`."""
+    """Makes processes started from now on, and their children, log their requests to other machines in `log`."""
     log.touch()
     monkeypatch.setenv("PYTHONPATH", str(FOLDER))
     monkeypatch.setenv("WATCHED_SOCKETS", str(log))

@@ -33,5 +33,5 @@ def _range(index: int) -> str:
 
 
 def caption(cast: CastReport) -> str:
-    """What the bars are too low to show."""
+    """The figures for which the bars are too low."""
     return f"zero {percent(cast.zeros)}, subnormal {percent(cast.binades[0])}, largest value {percent(cast.at_top)}"

@@ -1,4 +1,4 @@
-"""A line of values from left to right, from zero at the bottom, with a dashed line at what they should not exceed."""
+"""A line of values from left to right, from zero at the bottom, with a dashed line at their limit."""
 
 from collections.abc import Sequence
 from html import escape

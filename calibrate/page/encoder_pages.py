@@ -1,4 +1,4 @@
-"""The pages of a model that embeds or scores: what FP8 cost, and in which layers."""
+"""The pages of a model that embeds or scores: the cost of FP8, in total and by layer."""
 
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -1,6 +1,6 @@
-"""What a reader should know first, as sentences: each rule looks for one thing and says what it found and what to do.
+"""What a reader should know first, as sentences: each rule looks for one thing and says what was found and what to do.
 
-A rule gives a finding or nothing; `trouble` is what somebody should look at, the rest is good to know.
+A rule gives a finding or nothing; `trouble` needs attention, the rest is information.
 """
 
 import math
@@ -21,12 +21,12 @@ from fp8serve.calibration.words import count, decibels, listed, number, outlier_
 
 from .inputs import input_name, input_tensors, inputs
 
-HIGH_KL = 0.02  # nats per token; what static FP8 of a good model costs with compensated rounding
+HIGH_KL = 0.02  # nats per token; the cost of static FP8 with compensated rounding for a good model
 LOW_DB = 15.0  # of a layer's output; about 25 to 35 is usual for E4M3
 MUCH_CUT_OFF = 0.001  # of an input's elements
 MUCH_LOST = 0.05  # of an input's elements that become zero
-UNSTEADY = 4.0  # times its median over the batches: an input whose range few batches decide
-USELESS = 1000.0  # times: a channel that much larger than its weights would have it does nothing but harm
+UNSTEADY = 4.0  # multiple of the median over the batches: few batches decide the range of such an input
+USELESS = 1000.0  # a channel that exceeds the size that its weights justify by this factor only does harm
 CONCENTRATED = 0.3  # of the cost, in a twentieth of the layers
 
 
@@ -43,7 +43,7 @@ def findings(report: CalibrationReport) -> list[Finding]:
 
 
 def evaluation_findings(report: EvalReport) -> list[Finding]:
-    """Trouble first; what it says of layers, it knows against a reference only."""
+    """Trouble first; findings about layers need a reference."""
     return _in_order((_cost(report.quality, ()), *_of_layers(report.layers)))
 
 
@@ -56,7 +56,7 @@ def _of_layers(layers: Sequence[LayerReport]) -> tuple[Finding | None, ...]:
 
 
 def _cost(quality: Quality, untried: Sequence[str]) -> Finding | None:
-    """Whether the whole costs much."""
+    """Whether the total cost is high."""
     kl = quality.kl_divergence
     if kl is None or kl <= HIGH_KL:
         return None
@@ -75,7 +75,7 @@ def _untried(report: CalibrationReport) -> list[str]:
 
 
 def _far(report: CalibrationReport) -> Finding | None:
-    """Weights that compensated rounding made very different; healing is meant to change them."""
+    """Weights that compensated rounding changed much; after healing this is intended."""
     rounded = ((x.name, x.weight.sqnr_db) for x in report.layers if x.weight)
     far = sorted((sqnr, name) for name, sqnr in rounded if sqnr is not None and sqnr < LOW_DB)
     if not far or (report.healing is not None and report.healing.helped):
@@ -107,7 +107,7 @@ def _cut_off(layers: Sequence[LayerReport]) -> Finding | None:
 
 
 def margin(layer: LayerReport) -> int:
-    """Powers of two that its input's scale would have to be smaller by, for no value to be cut off."""
+    """The power of two by which the scale of its input would have to be smaller so that no value is cut off."""
     return max(0, math.ceil(-(layer.headroom or 0.0)))
 
 
@@ -123,7 +123,7 @@ def _noisy(layers: Sequence[LayerReport]) -> Finding | None:
 
 
 def _concentrated(layers: Sequence[LayerReport]) -> Finding | None:
-    """Whether few layers cost much: these are worth a look."""
+    """Whether a few layers cause most of the cost: these are worth a look."""
     costs = sorted(((x.kl or 0.0, short(x.name)) for x in layers), reverse=True)
     total, few = sum(kl for kl, _ in costs), max(1, len(costs) // 20)
     part = sum(kl for kl, _ in costs[:few]) / total if total else 0.0

@@ -1,7 +1,8 @@
-"""A heat map: a row for each layer, a column for each batch, colour for how near the top of its range a value came.
+"""A heat map: a row for each layer, a column for each batch; colour shows how near a value came to the top of its
+range.
 
-Values are logarithms: 0 is the top, -1 half of it, and what lies above 0 is beyond. Cells of one colour are one path,
-and neighbours in a row one rectangle, so that a map of two thousand cells weighs some kilobytes.
+Values are logarithms: 0 is the top, -1 half of it, and values above 0 are beyond the range. Cells of one colour are one
+path, and neighbours in a row one rectangle, so that a map of two thousand cells takes some kilobytes.
 """
 
 import math
@@ -86,6 +87,6 @@ def _numbers(rows: int, high: float) -> str:
 
 
 def _row(index: int, title: str, high: float) -> str:
-    """What a pointer resting on the row shows."""
+    """The tooltip of the row."""
     place = f'x="{LEFT}" y="{TOP + index * high:.1f}" width="{WIDTH - LEFT}" height="{high:.1f}"'
     return f'<rect {place} fill="transparent"><title>{escape(title)}</title></rect>'

@@ -16,7 +16,7 @@ def document(title: str, content: Iterable[str]) -> str:
 
 
 def section(title: str, explanation: str, *content: str) -> str:
-    """With one line that says what is to be seen; empty where there is no content."""
+    """A section with one line that explains it; empty if there is no content."""
     if not any(content):
         return ""
     return f'<section><h2>{escape(title)}</h2><p class="why">{escape(explanation)}</p>{"".join(content)}</section>'
@@ -27,7 +27,7 @@ def paragraph(text: str, kind: str = "") -> str:
 
 
 def figures(drawings: Mapping[str, str], kind: str = "") -> str:
-    """Drawings by their captions, side by side where there is room. Those that are empty are left out."""
+    """Drawings by their captions, side by side where there is room. Empty ones are left out."""
     shown = (f"<figure><figcaption>{escape(t)}</figcaption>{svg}</figure>" for t, svg in drawings.items() if svg)
     inside = "".join(shown)
     return f'<div class="charts{" " + kind if kind else ""}">{inside}</div>' if inside else ""
@@ -45,23 +45,23 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def details(summary: str, content: str) -> str:
-    """Folded away."""
+    """A collapsed section."""
     return f"<details><summary>{escape(summary)}</summary>{content}</details>"
 
 
 def bar(share: float, largest: float) -> str:
-    """A share as a bar in a table's cell; `largest` fills it."""
+    """A share as a bar in a table's cell; `largest` fills the cell."""
     width = 100 * share / largest if largest > 0 else 0.0
     return f'<span class="bar"><i style="width:{width:.1f}%"></i></span>'
 
 
 def coded(text: str) -> str:
-    """Text in which what stands between backticks is for typing."""
+    """Text in which parts between backticks are code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def titled(text: str, title: str) -> str:
-    """Text with more of it where a pointer rests."""
+    """Text with a tooltip."""
     return f'<span title="{escape(title)}">{escape(text)}</span>'
 
 

@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 
 def kind_of(linear: str) -> str:
-    """Of the input of a linear of this name; for another one its own name."""
+    """The name of the input of the linear of this name; any other name is returned as it is."""
     last = linear.rpartition(".")[2]
     return _KIND_OF.get(last, last)
 
 
 def index_of(name: str) -> int | None:
-    """Of the decoder layer that a tensor or a linear belongs to."""
+    """The number of the decoder layer that a tensor or a linear belongs to."""
     found = re.search(r"layers\.(\d+)\.", name)
     return int(found[1]) if found else None
 

@@ -1,4 +1,4 @@
-"""Sections on layers: what each costs, how noisy it is, whether its input fits, and where its values land."""
+"""Sections on layers: the cost and noise of each, whether its input fits, and where its values fall."""
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
@@ -17,7 +17,7 @@ SMALLEST = 4  # inputs that are shown one by one
 
 
 def costs(layers: Sequence[LayerReport], tensors: Sequence[TensorReport] = ()) -> str:
-    """The layers, those first that cost most."""
+    """The layers, most expensive first."""
     if not layers:
         return ""
     worst = worst_first(layers)
@@ -83,7 +83,7 @@ def room(layers: Sequence[LayerReport]) -> str:
     """Headroom, and what was cut off or lost."""
     known = [(x, x.headroom) for x in inputs(layers) if x.headroom is not None]
     if not any(abs(headroom) > 0.01 for _, headroom in known):
-        return ""  # every scale is made for the very tensor: nothing was predicted
+        return ""  # every scale is made for its own tensor, so there is nothing to check
     drawn = {"Headroom of inputs (powers of two)": by_input((x.name, h, f"{h:+.2f}") for x, h in known)}
     for field, title in (("saturated", "cut off"), ("underflowed", "lost to zero")):
         lost = [(x.name, 100 * getattr(x, field), percent(getattr(x, field))) for x, _ in known]

@@ -15,7 +15,7 @@ FACTS = ("model", "out", "against", "format", "recipe", "rounding", "device", "d
 
 
 def html_report(report: CalibrationReport) -> str:
-    """Of a calibration: some hundreds of kilobytes."""
+    """The page of a calibration: some hundreds of kilobytes."""
     title = f"Calibration of {last_of(report.model)}"
     facts = {key: value for key, value in asdict(report).items() if key in FACTS}
     content = [
@@ -39,7 +39,7 @@ def html_report(report: CalibrationReport) -> str:
 
 
 def html_evaluation(report: EvalReport) -> str:
-    """Of an evaluation; what it says of layers, it knows against a reference only."""
+    """The page of an evaluation; sections about layers need a reference."""
     title = f"Evaluation of {last_of(report.model)}"
     facts = {key: value for key, value in asdict(report).items() if key in FACTS}
     content = [

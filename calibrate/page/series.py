@@ -16,7 +16,7 @@ def by_projection(values: Iterable[Value], *, log: bool = False) -> str:
 
 
 def by_input(values: Iterable[Value]) -> str:
-    """Where linears that read the same input are given once."""
+    """The values with linears that read the same input given once."""
     return _dots(values, KINDS, kind_of, False)
 
 
@@ -29,7 +29,7 @@ def _last(name: str) -> str:
 
 
 def _dots(values: Iterable[Value], names: Sequence[str], of: Callable[[str], str], log: bool) -> str:
-    """What is not of these names is left to the tables."""
+    """Only these kinds of names are charted; the tables have the rest."""
     series: dict[str, list[Dot]] = {name: [] for name in names}
     for name, y, shown in values:
         layer = index_of(name)

@@ -1,4 +1,4 @@
-"""Sections on what was seen of tensors: amaxes batch by batch and layer by layer, and the scales from them."""
+"""Sections on observed tensors: amaxes batch by batch and layer by layer, and the scales from them."""
 
 from collections.abc import Sequence
 from html import escape
@@ -48,7 +48,7 @@ def _map(tensors: Sequence[TensorReport]) -> str:
 
 
 def _level(amax: float, tensor: TensorReport) -> float | None:
-    """log2 of an amax over the largest that can be represented; without a stored scale, over the largest seen."""
+    """log2 of an amax divided by the largest that can be represented; without a stored scale, by the largest seen."""
     limit = tensor.limit or tensor.amax
     return log2(amax / limit) if amax > 0 and limit > 0 else None
 

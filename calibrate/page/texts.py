@@ -1,4 +1,5 @@
-"""Sections of sentences: what it is of, what to know first, what the model says, and how the report was made."""
+"""Sections of sentences: the subject, the findings, the model's output before and after, and how the report was
+made."""
 
 import json
 import re
@@ -15,19 +16,19 @@ from .html import coded, details, figures, paragraph, section, table
 
 
 def heading(title: str, verdict: str, notes: Sequence[str]) -> str:
-    """What it is of, what came out, and what is not as one would expect."""
+    """The subject, the result, and anything unexpected."""
     return f"<h1>{escape(title)}</h1>" + "".join(paragraph(text, "lead") for text in (verdict, *notes))
 
 
 def what_to_know(found: Sequence[Finding]) -> str:
-    """The findings; one that says so where nothing is wrong."""
+    """The findings, or a sentence that nothing is wrong."""
     calm = [] if any(finding.trouble for finding in found) else [Finding("Nothing here needs attention.")]
     items = (f'<li class="{"trouble" if f.trouble else "calm"}">{coded(f.text)}</li>' for f in (*calm, *found))
     return f'<ul class="findings">{"".join(items)}</ul>'
 
 
 def before_and_after(samples: Sequence[GeneratedReport]) -> str:
-    """What the model says in high precision and in FP8, side by side."""
+    """The model's output in high precision and in FP8, side by side."""
     return section(
         "Before and after",
         "Beginnings of held-out texts, continued by the model in high precision and by what was written, the likeliest "
@@ -46,7 +47,7 @@ def _sample(sample: GeneratedReport) -> str:
 
 
 def _in_common(one: str, other: str) -> int:
-    """How many characters both begin with, without the beginning of a word that differs."""
+    """The number of characters that both begin with, without the beginning of a word that differs."""
     differing = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     same = next(differing, min(len(one), len(other)))
     within_word = re.match(r"\S", one[same:]) or re.match(r"\S", other[same:])
@@ -98,7 +99,7 @@ def in_bf16(kept: Sequence[KeptReport]) -> str:
 
 
 def facts(made: Made | None, told: Mapping[str, Any]) -> str:
-    """How to repeat it, and what it was made of."""
+    """How to repeat the run, and its inputs."""
     command = f"<pre>{escape(made.command)}</pre><p>{escape(made.date)}, {escape(made.machine)}</p>" if made else ""
     text = escape(json.dumps(told, indent=2, ensure_ascii=False))
     folded = details("Recipe, data, versions", f"<pre>{text}</pre>")

@@ -1,5 +1,5 @@
-// rms_norm, silu_mul and rotary without a cast behind them, and their gradients: what training runs between
-// its GEMMs. Composed of torch's ops each was 6 to 10 passes over the activations, forward and backward.
+// rms_norm, silu_mul and rotary without a cast after them, and their gradients, which training runs between
+// its GEMMs. Composed of torch's ops, each took 6 to 10 passes over the activations, forward and backward.
 //
 // Forward they round as the separate ops of a BF16 model would; backward they compute in FP32 from one read
 // and round once. The gradient of a norm's weight is summed over rows in FP32: in fixed chunks of rows, then
@@ -11,14 +11,13 @@
 #include "check.h"
 #include "cpu/elementwise.h"
 #include "cpu/features.h"
+#include "cpu/parts.h"
 #include "cpu/rows.h"
 #include "cpu/tensors.h"
 #include "fp8.h"
 
 namespace fp8serve {
 namespace {
-
-using Pair = std::tuple<Tensor, Tensor>;
 
 constexpr auto kHigh = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half};
 constexpr int64_t kChunks = 32;  // partial sums of a weight's gradient
@@ -99,6 +98,8 @@ void check_norm(const Contract& check, const Tensor& x, const Tensor& weight) {
   check.tensor("weight", weight, {x.scalar_type()}, {hidden});
 }
 
+}  // namespace
+
 Tensor rms_norm(const Tensor& x, const Tensor& weight_in, double eps) {
   check_norm(Contract("rms_norm"), x, weight_in);
   const Tensor weight = dense(weight_in), y = empty({x.size(0), x.size(1)}, x.scalar_type());
@@ -112,6 +113,8 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight_in, double eps) {
   });
   return y;
 }
+
+namespace {
 
 // The sum of `chunks` rows of `partial` [chunks, width], in order, rounded to the type of `like`.
 Tensor summed(const Tensor& partial, int64_t chunks, int64_t width, ScalarType dtype) {
@@ -148,6 +151,8 @@ Pair rms_norm_backward(const Tensor& grad, const Tensor& x, const Tensor& weight
   return {dx, summed(partial, chunks, in.width, x.scalar_type())};
 }
 
+}  // namespace
+
 Tensor silu_mul(const Tensor& gate, const Tensor& up) {
   check_rows(Contract("silu_mul"), gate, "gate", "up", up);
   const Rows g = rows_of(gate), u = rows_of(up);
@@ -161,6 +166,8 @@ Tensor silu_mul(const Tensor& gate, const Tensor& up) {
   });
   return y;
 }
+
+namespace {
 
 Pair silu_mul_backward(const Tensor& grad, const Tensor& gate, const Tensor& up) {
   const Contract check("silu_mul_backward");

@@ -3,9 +3,9 @@
 //
 // This file checks the op's arguments and cuts its work into tasks. A task is one sequence, up to 16 query
 // tokens and one kv head (several adjacent ones, if one has few rows), and goes through the parts of its
-// keys. Where there would be fewer tasks than threads, the parts of a long sequence are tasks of their own,
-// joined when all are done: the same arithmetic, hence the same bits. attention.h says in which order sums
-// are taken.
+// keys. If there would be fewer tasks than threads, the parts of a long sequence are separate tasks, joined
+// when all are done: the same arithmetic, hence the same bits. attention.h says in which order sums are
+// taken.
 #include "cpu/attention.h"
 
 #include <torch/csrc/stable/library.h>
@@ -25,8 +25,8 @@ namespace {
 constexpr int64_t kQueryTokens = 16;
 constexpr int64_t kTogether = 64;    // query rows of a task with several heads, at most
 constexpr int64_t kMostHeads = 8;    // of a task
-constexpr int64_t kMaxDim = 576;     // DeepSeek: 512 of the latent vector and 64 that are turned
-constexpr int64_t kAlone = 1 << 20;  // fewer products with keys are done before another thread is awake
+constexpr int64_t kMaxDim = 576;     // DeepSeek: 512 of the latent vector and 64 that are rotated
+constexpr int64_t kAlone = 1 << 17;  // fewer products with keys finish before another thread wakes up
 
 // --- contract
 
@@ -200,7 +200,8 @@ void whole(const Path& path, const Piece& p, const Reading& next) {
 
 // --- pieces
 
-// How many adjacent heads a task takes: those of few rows, and not so many that a thread has no task.
+// How many adjacent heads a task takes: several if they have few rows, but not so many that a thread has no
+// task.
 int64_t heads_together(const Work& w, int64_t kv_heads, int64_t tasks) {
   const int64_t wanted = 2 * static_cast<int64_t>(torch::stable::get_num_threads());
   int64_t count = std::min({kv_heads, kMostHeads, std::max<int64_t>(1, kTogether / (w.tokens * w.group))});
@@ -209,7 +210,7 @@ int64_t heads_together(const Work& w, int64_t kv_heads, int64_t tasks) {
 }
 
 // Tasks that would take one thread longer than a fair share of everything are cut into their parts, each of
-// which leaves its states. `cut`: their pieces, behind each other.
+// which leaves its states. `cut`: their pieces, one after the other.
 struct Plan {
   std::vector<Piece> pieces, cut;
 };
@@ -275,7 +276,8 @@ void compute(const Path& path, const std::vector<Work>& works) {
   });
 }
 
-// What BF16 queries run; others run as from the second on. attention_general.cpp dispatches by itself.
+// Variants for BF16 queries; other queries use those from the second on. attention_general.cpp dispatches
+// by itself.
 constexpr std::array<Variant, 4> kVariants{{{"avx512bf16", kAvx512Bf16, Numerics::tiles64_bf16},
                                             {"avx512", kAvx512, Numerics::tiles16_fp32},
                                             {"avx2", kAvx2, Numerics::tiles16_fp32},

@@ -1,4 +1,4 @@
-// What paged attention is made of, at any instruction set: the order of every sum, one task's work, and its
+// The parts of paged attention, for any instruction set: the order of every sum, one task's work, and its
 // state.
 //
 // The order. A query at position p sees keys 0..p, or the last `window` of them, in parts of 512 and tiles
@@ -6,12 +6,12 @@
 // the scores, their maximum, the weights exp(score - running maximum); sum and output are rescaled if the
 // maximum rose, and the tile is added. Each part starts from nothing; the parts' maxima, sums and outputs are
 // joined in their order. Keys beyond p or before its window have weight exactly 0 and their values are not
-// touched; tiles and parts without a key that a row sees leave the row alone, and those that no row of a task
-// sees are not read. A head's sink is joined last, as a part with one key of weight 1 and without a value. So
-// a query's result depends on its own q, its keys and its position alone: not on the batch, on how the prompt
-// was cut, or on threads, which may take the parts of one long sequence at the same time. Tile and arithmetic
-// are the path's: 16 keys in FP32 in general, 64 keys in BF16 with FP32 sums where q is BF16 and the machine
-// multiplies BF16.
+// used; tiles and parts without a key that a row sees do not change the row, and those that no row of a
+// task sees are not read. A head's sink is joined last, as a part with one key of weight 1 and without a
+// value. So a query's result depends only on its own q, its keys and its position: not on the batch, on how
+// the prompt was cut, or on threads, which may take the parts of one long sequence at the same time. Tile
+// and arithmetic depend on the path: 16 keys in FP32 in general, 64 keys in BF16 with FP32 sums where q is
+// BF16 and the machine multiplies BF16.
 //
 // An FP8 cache's k scale multiplies the scores, its v scale the finished output: no element is scaled alone.
 #pragma once
@@ -43,8 +43,8 @@ struct Work {
   float score_scale, value_scale;
   ScalarType cache;
   int64_t window;      // keys that a query sees at most, its own included
-  float softcap;       // c of c * tanh(score / c); 0: scores stay as they are
-  const float* sinks;  // [group] logits that join the sums of weights, or null
+  float softcap;       // c in c * tanh(score / c); 0: scores are not capped
+  const float* sinks;  // [group] logits that join the denominators, or null
 
   // Elements from `q` or `out` to a query row.
   int64_t row(int64_t r) const { return (r / group * heads + r % group) * dim; }
@@ -65,8 +65,8 @@ struct Keys {
   int64_t first, last;
 };
 
-// What a thread attends to at once: some keys of adjacent kv heads of the same query tokens. Side by side in
-// the cache, they come from memory together.
+// A thread's unit of work: some keys of adjacent kv heads for the same query tokens. They are adjacent in
+// the cache, so they come from memory together.
 struct Reading {
   const Work* heads = nullptr;
   int64_t count = 0;  // of the heads
@@ -96,10 +96,10 @@ struct State {
   }
 };
 
-// How a pair of element types is computed.
+// The functions for a pair of element types.
 struct Path {
   int64_t unit;  // rows of a state are padded to multiples of this
-  // From nothing, over at most kPart keys, into a state of each head; `next` is what is read after that.
+  // From an empty state, over at most kPart keys, into a state of each head; `next` is read after that.
   void (*attend)(const Reading& now, const State* states, const Reading& next);
   void (*finish)(const Work& work, const State& state);  // -> work.out
 

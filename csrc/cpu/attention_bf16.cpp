@@ -96,8 +96,9 @@ gemm::Kind kind_of(ScalarType cache) {
   return cache == ScalarType::Float8_e5m2 ? gemm::Kind::e5m2 : gemm::Kind::e4m3;
 }
 
-// Where each key of a tile lies, in bytes from the cache's beginning; after the sequence's end the last one
-// again, whose scores are masked. One division for all: 64 of them took longer than the tile's products.
+// The place of each key of a tile, in bytes from the cache's beginning; after the sequence's end it is that
+// of the last key, with masked scores. One division for all: 64 of them took longer than the tile's
+// products.
 void locate(const Work& w, Tile tile, int64_t* at) {
   const int64_t bytes = w.token_stride * gemm::bytes_of(kind_of(w.cache));
   int64_t block = tile.begin / w.block_size, place = tile.begin % w.block_size;
@@ -112,12 +113,12 @@ void point(const void* cache, const int64_t* at, const void** key) {
   for (int64_t i = 0; i < kKeys; ++i) key[i] = static_cast<const char*>(cache) + at[i];
 }
 
-// What the next tile of all heads will read, a few lines at a time, so that it comes from memory while this
-// one is computed. The lines of many keys at once would not: beyond a few dozen on their way, the rest is
-// dropped.
+// Prefetches the next tile of all heads, a few lines at a time, so that it comes from memory while this one
+// is computed. Prefetching the lines of many keys at once would not work: with a few dozen in flight, the
+// rest is dropped.
 class Ahead {
  public:
-  // Between two calls some() is called `steps` times.
+  // some() is called `steps` times between two calls.
   void aim(const Reading& next, int64_t first, int64_t steps) {
     const Tile tile{first, std::min(kKeys, next.keys.last - first)};
     token_ = line_ = 0;
@@ -143,7 +144,7 @@ class Ahead {
  private:
   const char *k_ = nullptr, *v_ = nullptr;
   int64_t tokens_ = 0, lines_ = 0;  // keys, and lines of each
-  int64_t token_ = 0, line_ = 0;    // up to here they have been asked for
+  int64_t token_ = 0, line_ = 0;    // up to here they have been prefetched
   int64_t share_ = 0;
   int64_t at_[kKeys];
 };
@@ -220,8 +221,8 @@ void score(const Work& w, Tile tile, const Space& s, int64_t first, int64_t last
   }
 }
 
-// Scores of a row -> weights in BF16, its maximum, its sums, and by what earlier output shrinks. Scores are
-// multiplied by `scale`; kCapped: by `inner`, and their tanh by `scale`.
+// Scores of a row -> weights in BF16, its maximum, its sums, and the correction of earlier output. Scores
+// are multiplied by `scale`; kCapped: by `inner`, and their tanh by `scale`.
 template <bool kCapped>
 FP8_TARGET void soften(const Space& s, int64_t row, Seen seen, float scale, float inner) {
   const uint64_t mask = (seen.last >= kKeys ? ~0ull : (1ull << seen.last) - 1) & (~0ull << seen.first);
@@ -335,7 +336,7 @@ void load_queries(const Work& w, const Space& s) {
   }
 }
 
-// One head's part of the working memory that all share.
+// One head's part of the shared working memory.
 Space of_head(const Space& all, const State& state, int64_t head) {
   Space s = all;
   static_cast<State&>(s) = state;

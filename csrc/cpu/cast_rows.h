@@ -1,4 +1,4 @@
-// Rows of high-precision values: their amax, and their cast to FP8. What every quantizing kernel is made of.
+// Rows of high-precision values: their amax, and their cast to FP8. Every quantizing kernel uses them.
 //
 // The plain loops are the definition and vectorise at every level. Where there is AVX-512 VBMI a
 // hand-written cast takes over (cast_vbmi.cpp): it needs about a third of the instructions and makes

@@ -56,7 +56,7 @@ constexpr ByteChoice kInTurn = choose_in_turn();
 
 FP8_TARGET FP8_INLINE __m512i constant(const ByteChoice& choice) { return _mm512_load_si512(choice.from); }
 
-// 64 values: as four vectors of FP32, and what the end needs of them.
+// 64 values: as four vectors of FP32, and the parts of them that the last step needs.
 struct Values {
   __m512 part[4];
   const ByteChoice* order;  // in which two parts hold 32 values

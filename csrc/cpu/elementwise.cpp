@@ -1,5 +1,5 @@
-// rms_norm_quantize and silu_mul_quantize: what stands between two GEMMs of a decoder layer, in one read and
-// one write instead of the four to eight of separate ops.
+// rms_norm_quantize and silu_mul_quantize: the operations between two GEMMs of a decoder layer, in one read
+// and one write instead of the four to eight of separate ops.
 //
 // They round where the separate ops round (an intermediate of a BF16 model is BF16), so that a layer gives
 // the same tokens fused or not. The loops are in elementwise.h.
@@ -7,11 +7,10 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include <tuple>
-
 #include "check.h"
 #include "cpu/cast_rows.h"
 #include "cpu/features.h"
+#include "cpu/parts.h"
 #include "cpu/rows.h"
 #include "cpu/scratch.h"
 #include "cpu/tensors.h"
@@ -19,8 +18,6 @@
 
 namespace fp8serve {
 namespace {
-
-using Pair = std::tuple<Tensor, Tensor>;
 
 constexpr auto kHigh = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half};
 
@@ -56,6 +53,8 @@ template <class F>
 void with_types(ScalarType format, ScalarType element, const F& f) {
   with_format(format, [&](auto fmt) { with_element(element, [&](auto elem) { f(fmt, elem); }); });
 }
+
+}  // namespace
 
 Pair rms_norm_quantize(const Tensor& x, const Tensor& weight_in, double eps, const Tensor& scale,
                        ScalarType dtype) {
@@ -110,7 +109,6 @@ Pair silu_mul_quantize(const Tensor& gate, const Tensor& up, const Tensor& scale
   return {q, scalar(amax.value())};
 }
 
-}  // namespace
 }  // namespace fp8serve
 
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {

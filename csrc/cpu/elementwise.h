@@ -1,5 +1,5 @@
-// RMSNorm, the gated activation and rotary, one row at a time: what the fused ops and the plain ones share,
-// so that a model gives the same bits whichever of them runs it.
+// RMSNorm, the gated activation and rotary, one row at a time. The fused ops and the plain ones share them,
+// so that a model gives the same bits with either.
 #pragma once
 
 #include <cmath>
@@ -23,7 +23,7 @@ FP8_INLINE float norm_factor(const T* x, int64_t n, float eps) {
   return 1.0f / std::sqrt(lane_sum(lanes) / static_cast<float>(n) + eps);
 }
 
-// The loops over BF16 with AVX-512, of the same bits, for whole strips of values (elementwise_zmm.cpp).
+// The loops over BF16 with AVX-512, with the same bits, for whole strips of values (elementwise_zmm.cpp).
 constexpr int64_t kStrip = 32;
 void norm_row_zmm(const BF16* x, const BF16* weight, BF16* y, int64_t n, float factor);
 void silu_mul_row_zmm(const BF16* gate, const BF16* up, BF16* y, int64_t n);

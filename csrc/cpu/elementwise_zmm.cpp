@@ -1,10 +1,10 @@
-// RMSNorm, silu(gate) * up and rotary of BF16 for AVX-512: the bits of the plain loops in about half their
-// instructions.
+// RMSNorm, silu(gate) * up and rotary of BF16 for AVX-512: the same bits as the plain loops with about half
+// the instructions.
 //
 // 32 values are one register of words, and shifting or masking it gives the even and the odd ones as FP32.
-// What is rounded on the way stays in the upper half of its FP32; what is stored is picked from the upper
-// halves. A NaN keeps its payload until it is stored: made from BF16, its lower half is zero, and rounding
-// cannot carry out of it.
+// Rounded values stay in the upper half of their FP32, and stores pick the upper halves. A NaN keeps its
+// payload until it is stored: it was made from BF16, so its lower half is zero, and rounding cannot carry
+// out of it.
 #include "cpu/elementwise.h"
 
 #if FP8_X86
@@ -31,7 +31,7 @@ FP8_TARGET FP8_INLINE Strip widen(__m512i words) {
           _mm512_castsi512_ps(_mm512_and_si512(words, value(kUpperHalf)))};
 }
 
-// x rounded to BF16 in its upper half; the lower half is of no meaning.
+// x rounded to BF16 in its upper half; the lower half has no meaning.
 FP8_TARGET FP8_INLINE __m512i round_upper(__m512 x) {
   const __m512i bits = _mm512_castps_si512(x);
   const __mmask16 odd = _mm512_test_epi32_mask(bits, value(0x10000));
@@ -66,10 +66,10 @@ FP8_TARGET FP8_INLINE __m512i norm(__m512 x, __m512 weight, __m512 factor) {
 
 // --- silu(gate) * up
 //
-// BF16 has 65536 values: whatever rounds as x / (1 + e^-x) does for each of them may stand in for it, and a
-// test asks all. So the exponential is a shorter polynomial of fused operations. The quotient is a division:
-// an estimated reciprocal is faster, but not the same on every processor. A strip with a gate beyond
-// kLargest, or with anything that is not a number, is left to the plain loop, and there is nothing to clamp.
+// BF16 has 65536 values: any function that rounds like x / (1 + e^-x) for each of them may replace it, and
+// a test compares all. So the exponential is a shorter polynomial of fused operations. The quotient is a
+// division: an estimated reciprocal is faster, but not the same on every processor. A strip with a gate
+// beyond kLargest, or with a NaN, is left to the plain loop, so nothing needs clamping.
 
 constexpr short kLargest = 0x42a0;  // 80, as BF16: e^80 is far from overflow
 constexpr short kFinite = 0x7f7f;

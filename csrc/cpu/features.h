@@ -1,8 +1,8 @@
-// The features of a processor, the variant of a kernel that they allow, and the numerics that it promises.
+// The features of a processor, the kernel variants that they allow, and the numerics class of a variant.
 //
 // A variant names the features that it needs and its numerics class. The variants of a family of kernels
-// stand in a table, best first, and the first whose features are all in force runs. No code asks for a level:
-// a processor with more features than a table names runs the table's best variant.
+// are in a table, best first, and the first whose features are all in force runs. No code tests for a
+// level: a processor with more features than a table names runs the table's best variant.
 //
 // Two ways to write a variant:
 //  * a struct whose always-inline `run` is plain C++: `dispatch<Kernel>(args...)` compiles it once for each
@@ -43,7 +43,7 @@ constexpr Features avx2 = 1 << 0, fma = 1 << 1, avx512f = 1 << 2, avx512bw = 1 <
                    avx512vl = 1 << 5, avx512vbmi = 1 << 6, avx512bf16 = 1 << 7;
 }  // namespace feature
 
-// What code under each of the macros needs. Every processor with AVX2 has F16C.
+// The features that code under each of the macros needs. Every processor with AVX2 has F16C.
 constexpr Features kPortable = 0;
 constexpr Features kAvx2 = feature::avx2 | feature::fma;
 constexpr Features kAvx512 =
@@ -51,11 +51,11 @@ constexpr Features kAvx512 =
 constexpr Features kAvx512Vbmi = kAvx512 | feature::avx512vbmi;
 constexpr Features kAvx512Bf16 = kAvx512Vbmi | feature::avx512bf16;
 
-Features features();  // the processor's, less what a test has capped
+Features features();  // the processor's, without those that a test has capped
 inline bool has(Features needed) { return (features() & needed) == needed; }
 
-// In which order a kernel adds and how exact it is: docs/numerics.md describes each class, and tests hold a
-// variant to its own. Variants of one class give the same bits.
+// In which order a kernel adds and how exact it is: docs/numerics.md describes each class, and tests check
+// that a variant follows its class. Variants of one class give the same bits.
 enum class Numerics { exact, last_bit, sums_fp64, four_lanes, tiles16_fp32, tiles64_bf16 };
 
 struct Variant {
@@ -81,7 +81,7 @@ const Variant& best(const std::array<Variant, N>& table) {
   return *std::find_if(table.begin(), table.end(), [](const Variant& v) { return has(v.needs); });
 }
 
-// Notes which variant an op runs, for `backends()` and doctor; called where the op is registered.
+// Records which variant an op runs, for `backends()` and doctor; called where the op is registered.
 void report(const char* op, const Variant& (*variant)());
 template <const auto& table>
 void report(const char* op) {

@@ -1,10 +1,10 @@
 // scaled_mm: FP8 or BF16 [M, K] x FP8 [N, K] -> [M, N], any mix of formats and scale granularities;
-// scaled_mm_add, the same onto a residual; mm, the same sums for two BF16 operands; packed_mm, all three from
-// weights that pack_weight has packed; joined_mm, for weights under each other that are scaled in blocks.
+// scaled_mm_add, the same added to a residual; mm, the same sums for two BF16 operands; packed_mm, all
+// three with weights that pack_weight has packed; joined_mm, for stacked weights that are scaled in blocks.
 //
-// Both operands have K contiguous, which is how weights lie in a checkpoint: they are read as they are,
-// memory-mapped or not. Training and calibration do that; serving packs them (gemm_packed.h). This file
-// checks the arguments of the ops; the work is in gemm_run.cpp, the arithmetic in gemm.h.
+// Both operands have K contiguous, as weights in a checkpoint do: they are read as they are, memory-mapped
+// or not. Training and calibration do that; serving packs them (gemm_packed.h). This file checks the
+// arguments of the ops; the work is in gemm_run.cpp, the arithmetic in gemm.h.
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/gemm_arguments.h"
@@ -18,7 +18,7 @@ struct Arguments {
   Tensor a, b;
   std::optional<Tensor> a_scale, b_scale, bias, residual;
   bool packed = false;
-  std::optional<Tensor> ends = {};  // of the matrices under each other that b is
+  std::optional<Tensor> ends = {};  // ends of the stacked matrices in b
 };
 
 std::optional<Tensor> dense(const std::optional<Tensor>& t) {
@@ -104,7 +104,7 @@ Tensor joined_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const 
                   kFp8OrBf16, kFp8, out_dtype);
 }
 
-// Whether the GEMM reads packed weights as they are, instead of making rows of them again.
+// Whether the GEMM reads packed weights as they are, instead of unpacking them first.
 bool reads_packed() { return best_level().stream_packed != nullptr; }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What a scaled GEMM is made of, at any instruction set: the order of every sum, the panels and the tile.
+// The parts of a scaled GEMM, for any instruction set: the order of every sum, the panels and the tile.
 //
 // The order. An output element is one dot product over K of FP8 values whose products are exact in FP32, and
 // its sum is taken in one fixed order that depends on K alone: never on M, on the row's place, on the tile's
@@ -9,8 +9,8 @@
 //  * At the block's end (lane 0 + lane 2) + (lane 1 + lane 3); the sums of the blocks are added in order.
 //  * With block scales each 128 of K has its own lanes, and lane += partial * scale, rounded twice, promotes
 //    them.
-// Every variant of the numerics class `four_lanes` does exactly this, so all of them give the same bits, and
-// a request's output is the same whoever shares its batch.
+// Every variant of the numerics class `four_lanes` does exactly this, so all of them give the same bits,
+// and a request's output does not depend on the rest of its batch.
 //
 // Why four lanes: a 512-bit register holds them for four columns, so that six shuffles and three additions
 // finish 16 outputs. Sixteen lanes of one column were tried first: thirty and fifteen, 27 % of the time at
@@ -38,7 +38,7 @@ constexpr int64_t kGroup = 16;     // columns of a tile
 constexpr int64_t kMaxRows = 6;    // rows of a tile over a panel ...
 constexpr int64_t kMaxStream = 8;  // ... and of one that reads the weights themselves
 
-// What a matrix holds.
+// The element type of a matrix.
 enum class Kind { e4m3, e5m2, bf16 };
 constexpr int64_t bytes_of(Kind kind) { return kind == Kind::bf16 ? 2 : 1; }
 
@@ -78,8 +78,8 @@ struct Level {
   // 16 columns of k values -> a panel of 16 times as many.
   void (*unpack_columns)(const void* const* from, int64_t k, Kind kind, void* panel);
   void (*tile)(const Tile& tile);
-  // A few rows, up to `stream_rows`: `b` straight from where it lies, converted in registers, as it is read
-  // once; `next` is where the call after this one reads, to be fetched ahead. Null if the level has none.
+  // A few rows, up to `stream_rows`: `b` is read in place, once, and converted in registers; `next` is
+  // where the next call reads, for prefetching. Null if the level has none.
   void (*stream)(const Tile& tile, const void* const* b, const void* const* next, Kind kind);
   int64_t stream_rows;
   // The same two for packed weights (gemm_packed.h), or null: `tile.b` and `block` are a packed block, of

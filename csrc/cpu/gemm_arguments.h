@@ -1,4 +1,4 @@
-// What the ops of a GEMM take: types, scales of any granularity, and scales that lie far apart.
+// The arguments of GEMM ops: types, scales of any granularity, and scales that are far apart.
 #pragma once
 
 #include "check.h"
@@ -33,8 +33,8 @@ inline void attach_scale(const Contract& check, const char* name, const Tensor& 
   out.scale_blocks = by_row && scale.size(1) == 1 ? 0 : blocks.value();
 }
 
-// The scales of matrices under each other, whose rows end at `ends` int32 [P]. A tile's columns must lie in
-// one.
+// The scales of stacked matrices, whose rows end at `ends` int32 [P]. A tile's columns must be in one of
+// them.
 inline void attach_joined_scale(const Contract& check, const Tensor& scale, const Tensor& ends, Size rows,
                                 Size k, Operand& out) {
   check.tensor("ends", ends, {ScalarType::Int}, {{"P", ends.numel()}});
@@ -63,7 +63,8 @@ inline bool is_far(const Problem& p) {
   return std::any_of(p.a.scale, p.a.scale + count, [](float s) { return s > kFarUp || s < kFarDown; });
 }
 
-// The end of the sums [m, n] in FP32 of a problem that is far: like end_row, rare and therefore plain.
+// The end of the sums [m, n] in FP32 for scales that are far apart: like end_row, but rare and therefore
+// plain.
 template <class Out, class Bias>
 void end_far(const Problem& p, const float* sums) {
   for (int64_t i = 0; i < p.m * p.n; ++i) {

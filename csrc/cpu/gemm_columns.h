@@ -1,5 +1,4 @@
-// Sixteen columns of `b`, a block of K at a time: where they lie, packed or not, and how they reach the
-// tiles.
+// Sixteen columns of `b`, a block of K at a time: their place, packed or not, and their way to the tiles.
 #pragma once
 
 #include "cpu/gemm.h"
@@ -19,11 +18,11 @@ class Columns {
   // With at most so many rows the columns are streamed, else unpacked to a panel.
   int64_t stream_rows() const { return reads_packed_ ? level_.packed_rows : level_.stream_rows; }
 
-  // Multiplies them straight from where they lie; those of `next` are fetched meanwhile.
+  // Multiplies them in place; those of `next` are prefetched meanwhile.
   void stream(Tile tile, Place at, Place next) const;
 
-  // The least of K that is worth unpacking by itself: rows lie in as many pages, which all of it should
-  // share.
+  // The smallest part of K that is worth unpacking separately: each row is in another page, and a part
+  // should use it well.
   int64_t piece() const { return reads_packed_ ? kChunk : kBlock; }
 
   // Their values from k = begin to end, multiples of kChunk or the block's end, to their place in its panel.

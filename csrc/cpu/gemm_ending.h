@@ -1,6 +1,6 @@
-// The end of a sum: scales, bias, rounding, residual, store. It runs right behind the tile, while the sums
-// are in registers or the nearest cache: as a pass of its own over the finished sums it took a sixth of a K =
-// 256 GEMM. Here in plain C++; gemm_zmm.h has it for AVX-512.
+// The end of a sum: scales, bias, rounding, residual, store. It runs right after the tile, while the sums
+// are in registers or the nearest cache: as a separate pass over the finished sums it took a sixth of a K =
+// 256 GEMM. This is plain C++; gemm_zmm.h has the AVX-512 version.
 #pragma once
 
 #include "cpu/gemm.h"

@@ -7,6 +7,7 @@
 
 #include "cpu/cast_rows.h"
 #include "cpu/gemm_arguments.h"
+#include "cpu/parts.h"
 #include "cpu/rows.h"
 
 namespace fp8serve::gemm {
@@ -137,6 +138,8 @@ struct Arguments {
   }
 };
 
+}  // namespace
+
 Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
                   const Tensor& offsets, const std::optional<Tensor>& bias, ScalarType out_dtype) {
   const Contract check("grouped_mm");
@@ -166,6 +169,8 @@ Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const
   run_each(problems);
   return out;
 }
+
+namespace {
 
 template <class F>
 struct CastRow {

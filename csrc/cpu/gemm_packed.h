@@ -1,8 +1,9 @@
 // Packed weights: the order in which a GEMM of a few rows reads them, as one stream.
 //
-// A checkpoint stores one row of K after the other. A tile reads sixteen of them side by side and fills each
-// register with pieces of several: the pieces cost loads and shuffles, and memory serves sixteen streams more
-// slowly than one. Serving reads a weight many times and never changes it, so it is worth packing once.
+// A checkpoint stores one row of K after the other. A tile reads sixteen of them side by side and fills
+// each register with pieces of several: the pieces cost loads and shuffles, and memory delivers sixteen
+// streams more slowly than one. Serving reads a weight many times and never changes it, so packing it once
+// is worthwhile.
 //
 // A matrix [N, K], N a multiple of 16 and K of 8, becomes [N / 16][blocks of 1024 of K][2][runs of 8], and
 // the i-th of the two is k = 4 i to 4 i + 3 of every run, of the 16 columns: a register of 64 FP8 values,
@@ -16,7 +17,7 @@ namespace fp8serve::gemm {
 
 constexpr int64_t kHalfRun = kRun / 2;
 
-// Where a column's four values lie among the 16 of a half run.
+// The place of a column's four values among the 16 of a half run.
 constexpr int64_t place_of(int64_t column, Kind kind) {
   if (kind != Kind::bf16) return column;
   return (column & 2) << 2 | (column >> 2) << 1 | (column & 1);

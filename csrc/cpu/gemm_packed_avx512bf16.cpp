@@ -59,8 +59,8 @@ FP8_TARGET FP8_INLINE __m512bh broadcast(const uint16_t* a) {
   return reinterpret_cast<__m512bh>(_mm512_set1_epi64(four));
 }
 
-// One run onto R rows: H halves of it from half `first` on. What is read some 16 KiB later is fetched
-// meanwhile, into the second-level cache: the first is full of `a`.
+// One run onto R rows: H halves of it from half `first` on. Data about 16 KiB ahead is prefetched
+// meanwhile, into the second-level cache, because the first is full of `a`.
 template <int R, int H, class Source>
 struct RunAdd {
   static constexpr int64_t kStep = kRun, kAhead = 16 * 1024;

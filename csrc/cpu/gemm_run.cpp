@@ -17,11 +17,11 @@ namespace fp8serve::gemm {
 namespace {
 
 constexpr int64_t kPanel = 8 << 20;  // bytes of `a` that are unpacked at a time
-// A smaller panel stays in the second-level cache with all of its K. Of a larger one so many rows do, with
-// one block of K, which they bring from memory once for every so many columns.
+// A smaller panel stays in the second-level cache with all of its K. Of a larger one, this many rows stay
+// there with one block of K, which they read from memory once for this many columns.
 constexpr int64_t kResident = 512 * 1024, kRowsPerTask = 43 * kMaxRows, kColumnsPerTask = 256;
 constexpr int64_t kColumnsPerStream = 128;  // where the panel is small
-// A smaller `b` and fewer products are not worth waking other threads.
+// With a smaller `b` and fewer products, waking other threads is not worthwhile.
 constexpr int64_t kAloneBytes = 1 << 17, kAloneWork = 1 << 22;
 
 int64_t ceil_to(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
@@ -42,8 +42,8 @@ struct Panel {
   }
 };
 
-// A block of K in pieces that are dealt with beside tiles, as many beside each. Tiles may be short, so
-// without a division for each.
+// A block of K in pieces that are processed along with tiles, the same number with each. Tiles may be
+// short, so this needs no division per tile.
 class Pieces {
  public:
   Pieces(int64_t k, int64_t size, int64_t tiles)
@@ -70,8 +70,9 @@ struct InnerScales {
   float both[std::max(kMaxRows, kMaxStream)][kMost], columns[kMost * kGroup];
 };
 
-// Which of its two loops a task has outside. Over columns where all of K stays in the cache: each weight row
-// is read from its beginning to its end. Else over blocks of K, of which one stays.
+// Which of its two loops is a task's outer one. It is the loop over columns if all of K stays in the cache:
+// each weight row is read from beginning to end. Otherwise it is the loop over blocks of K, one of which
+// stays.
 enum class Outside { columns, blocks };
 
 class Task {
@@ -261,7 +262,7 @@ int64_t share(int64_t count, int64_t most) {
   return ceil_to((count + shares - 1) / shares, kMaxRows);
 }
 
-// What lies in rows m0 to m1 of the group, of each problem that has any there.
+// The rows m0 to m1 of the group, for each problem that has some of them.
 std::vector<Piece> pieces(const Group& group, const Panel& panel, int64_t m0, int64_t m1) {
   std::vector<Piece> found;
   int64_t begin = 0;

@@ -1,4 +1,4 @@
-// A GEMM as data: two matrices, their scales, and what happens to a finished sum. `run` computes it.
+// A GEMM as data: two matrices, their scales, and the ending of a sum. `run` computes it.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@ struct Operand {
   const char* block(int64_t row, int64_t column) const {  // packed: of the 16 rows from `row` on
     return values + (row * k + column * kGroup) * bytes_of(kind);
   }
-  // With K = 0 a block scale has no element, and nothing is left to scale.
+  // With K = 0 a block scale has no elements, and there is nothing to scale.
   float outer(int64_t row) const {
     return scale == nullptr || scale_blocks != 0 || k == 0 ? 1.0f : scale[row / scale_rows];
   }

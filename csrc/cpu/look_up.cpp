@@ -1,6 +1,6 @@
-// look_up: a function of one BF16 number by the table of all 65,536 values. Activations of a model lie in a
-// few thousand places of it, which a processor keeps in its first cache; a load for each element then takes
-// less time than computing GELU, and gives the same bits wherever in a tensor an element lies.
+// look_up: a function of one BF16 number by the table of all 65,536 values. A model's activations use a few
+// thousand entries, which a processor keeps in its first-level cache. A load for each element then takes
+// less time than computing GELU, and gives the same bits at every place in a tensor.
 #include <torch/csrc/stable/library.h>
 
 #include "check.h"

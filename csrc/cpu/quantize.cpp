@@ -10,19 +10,16 @@
 // instruction set.
 #include <torch/csrc/stable/library.h>
 
-#include <tuple>
-
 #include "check.h"
 #include "cpu/cast_rows.h"
 #include "cpu/features.h"
+#include "cpu/parts.h"
 #include "cpu/scratch.h"
 #include "cpu/tensors.h"
 #include "fp8.h"
 
 namespace fp8serve {
 namespace {
-
-using Pair = std::tuple<Tensor, Tensor>;
 
 constexpr int64_t kBlock = 128;
 constexpr int64_t kGrain = 1 << 16;  // elements a task handles: 128 KiB of BF16
@@ -127,6 +124,8 @@ void with_types(ScalarType format, ScalarType element, const F& f) {
   with_format(format, [&](auto fmt) { with_element(element, [&](auto elem) { f(fmt, elem); }); });
 }
 
+}  // namespace
+
 Pair quantize(const Tensor& x_in, const Tensor& scale, ScalarType dtype) {
   const Contract check("quantize");
   const Tensor x = input(check, x_in, dtype);
@@ -147,6 +146,8 @@ Pair quantize(const Tensor& x_in, const Tensor& scale, ScalarType dtype) {
   return {q, scalar(amax.value())};
 }
 
+namespace {
+
 Pair quantize_current(const Tensor& x_in, ScalarType dtype, bool power_2) {
   const Contract check("quantize_current");
   const Tensor x = input(check, x_in, dtype);
@@ -164,7 +165,8 @@ Pair quantize_current(const Tensor& x_in, ScalarType dtype, bool power_2) {
   return {q, scalar(1.0f / scale)};
 }
 
-// Rows in strips of `strip_rows`; in a strip, tiles of `width` columns.
+}  // namespace
+
 Pair quantize_strips(const Tensor& x, ScalarType dtype, bool power_2, int64_t strip_rows, int64_t width) {
   const int64_t rows = x.size(0), cols = x.size(1);
   const int64_t strips = (rows + strip_rows - 1) / strip_rows;
@@ -190,6 +192,8 @@ Pair quantize_strips(const Tensor& x, ScalarType dtype, bool power_2, int64_t st
   });
   return {q, scale_inv};
 }
+
+namespace {
 
 Pair quantize_rowwise(const Tensor& x_in, ScalarType dtype, bool power_2) {
   const Contract check("quantize_rowwise");

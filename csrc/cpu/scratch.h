@@ -21,7 +21,8 @@ class Scratch {
   Scratch& operator=(const Scratch&) = delete;
   ~Scratch() { release(); }
 
-  // Room for `count` values, 64-byte aligned, of any content; what an earlier call returned is gone.
+  // Memory for `count` values, 64-byte aligned, with undefined content; memory from an earlier call is no
+  // longer valid.
   template <class T>
   T* get(int64_t count) {
     const size_t bytes = static_cast<size_t>(count) * sizeof(T) + 64;
@@ -55,7 +56,7 @@ class Scratch {
     memory_ = static_cast<std::byte*>(mapped_) + (kHugePage - begin % kHugePage) % kHugePage;
     size_ = bytes;
 #ifdef MADV_HUGEPAGE
-    madvise(memory_, size_, MADV_HUGEPAGE);  // a wish: with small pages all is as correct, and slower
+    madvise(memory_, size_, MADV_HUGEPAGE);  // only advice: small pages give the same results, but slower
 #endif
   }
 

@@ -1,4 +1,5 @@
-// Allocation, element types and threads: what every kernel file needs from torch, through the C shim.
+// Allocation, element types and threads: the parts of torch that every kernel file needs, through the C
+// shim.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>

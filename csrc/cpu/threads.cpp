@@ -16,7 +16,7 @@ namespace fp8serve {
 namespace {
 
 constexpr auto kSpinTime =
-    std::chrono::microseconds(500);  // a thread without work spins so long, then sleeps
+    std::chrono::microseconds(500);  // a thread without work spins for this long, then sleeps
 constexpr int kSpinsPerYield = 32;
 
 void pause() {

@@ -1,8 +1,8 @@
 // The thread pool of our CPU kernels, with as many threads as torch's setting says.
 //
 // A decoding step leaves about ten microseconds between two GEMMs. A thread that sleeps in between needs
-// fifty or more to wake up, on a virtual machine a hundred; one that spins without end takes a core from
-// everyone else on the machine. torch's own pool can only do one or the other. In this one:
+// fifty or more to wake up, on a virtual machine a hundred; one that spins endlessly takes a core from all
+// other processes. torch's own pool can only do one or the other. In this one:
 //  * a worker without work spins for a short while, yielding its core again and again, and then sleeps;
 //  * nobody waits for a worker that wakes up late: the others do its tasks, and it finds none left.
 #pragma once

@@ -1,6 +1,7 @@
-// count_saturated: what serving keeps of every FP8 input, its largest magnitude and how many elements were
-// cut off. The FP8 data do not tell: values below the topmost round to it, too. So the values themselves are
-// counted (those of a fused cast are computed again), but only in the rare step whose amax was cut off.
+// quantize_watched: the cast of a served layer's input, which also records the largest magnitude and how many
+// elements were cut off. The FP8 data do not show the latter, because values within the range also round to
+// the largest one. So the values themselves are counted (those of a fused cast are computed again), but only
+// in the rare step whose amax was cut off.
 #include "watch.h"
 
 #include <torch/csrc/stable/library.h>
@@ -8,6 +9,7 @@
 #include "check.h"
 #include "cpu/elementwise.h"
 #include "cpu/features.h"
+#include "cpu/parts.h"
 #include "cpu/rows.h"
 #include "cpu/scratch.h"
 #include "cpu/tensors.h"
@@ -15,7 +17,8 @@
 namespace fp8serve {
 namespace {
 
-// How many of a row's values lie beyond the format; `other` and `y` are for the sources that are made first.
+// How many of a row's values are beyond the format; `other` and `y` are for sources that are computed
+// first.
 template <Source kSource>
 struct CountRow {
   template <class T>
@@ -47,32 +50,41 @@ int64_t count(const Tensor& x, const std::optional<Tensor>& other, float eps, fl
   return total;
 }
 
-void count_saturated(const Tensor& x, const std::optional<Tensor>& other, const std::optional<double>& eps,
-                     const Tensor& scale, const Tensor& amax, const Tensor& seen, const Tensor& saturated,
-                     const std::optional<Tensor>& rows) {
-  const Contract check("count_saturated");
-  check_counters(check, x, other, eps, scale, amax, seen, saturated, rows);
+Pair quantize_source(const Tensor& x, const std::optional<Tensor>& other, const std::optional<double>& eps,
+                     const Tensor& scale) {
+  constexpr auto kE4M3 = ScalarType::Float8_e4m3fn;
+  if (!other) return quantize(x, scale, kE4M3);
+  return eps ? rms_norm_quantize(x, *other, *eps, scale, kE4M3) : silu_mul_quantize(x, *other, scale, kE4M3);
+}
+
+Tensor quantize_watched(const Tensor& x, const std::optional<Tensor>& other, const std::optional<double>& eps,
+                        const Tensor& scale, const Tensor& seen, const Tensor& saturated,
+                        const std::optional<Tensor>& rows) {
+  const Contract check("quantize_watched");
+  check_watched(check, x, other, eps, scale, seen, saturated, rows);
+  const auto [q, amax] = quantize_source(x, other, eps, scale);
   const float here = *data<float>(amax), factor = *data<float>(scale);
   float& most = *data<float>(seen);
   if (here > most) most = here;
-  if (!is_cut_off<E4M3>(here * factor)) return;
+  if (!is_cut_off<E4M3>(here * factor)) return q;
   const int64_t live = rows ? *data<const int64_t>(*rows) : x.size(0);
   const auto epsilon = static_cast<float>(eps.value_or(0.0));
+  const Source source = source_of(other, eps);
   int64_t found = 0;
   with_element(x.scalar_type(), [&](auto element) {
     using T = typename decltype(element)::type;
-    const Source source = source_of(other, eps);
     if (source == Source::plain) found = count<Source::plain, T>(x, other, epsilon, factor, live);
     if (source == Source::norm) found = count<Source::norm, T>(x, other, epsilon, factor, live);
     if (source == Source::gated) found = count<Source::gated, T>(x, other, epsilon, factor, live);
   });
   *data<int64_t>(saturated) += found;
+  return q;
 }
 
 }  // namespace
 }  // namespace fp8serve
 
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
-  m.impl("count_saturated", TORCH_BOX(&fp8serve::count_saturated));
-  fp8serve::report<fp8serve::kVector<fp8serve::Numerics::last_bit>>("count_saturated");
+  m.impl("quantize_watched", TORCH_BOX(&fp8serve::quantize_watched));
+  fp8serve::report<fp8serve::kCasting<fp8serve::Numerics::last_bit>>("quantize_watched");
 }

@@ -76,7 +76,7 @@ void write_rows(const Tensor& x, const Tensor& cache, const Tensor& slots,
   });
 }
 
-// What both ops demand of keys, values, caches, slots and scales.
+// The contract of both ops for keys, values, caches, slots and scales.
 struct Write {
   const Tensor &k, &v, &k_cache, &v_cache, &slots;
   const std::optional<Tensor>&k_scale, &v_scale;
@@ -148,7 +148,7 @@ Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin) {
   return out;
 }
 
-// Turned on its way into the cache: only a row of it is ever held.
+// Rotated on its way into the cache: only one row of it is held at a time.
 void rotate_into(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& cache,
                  const Tensor& slots, const std::optional<Tensor>& scale) {
   const Turned turned(x, cos, sin);

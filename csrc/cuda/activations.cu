@@ -122,16 +122,6 @@ struct Matrix {
   int64_t stride;
 };
 
-// f(row, first element of the chunk) over the chunks of a [rows, n] matrix, by all blocks.
-template <class F>
-__device__ __forceinline__ void for_all_chunks(int64_t rows, int64_t n, const F& f) {
-  const int64_t per_row = (n + kChunk - 1) / kChunk, chunks = rows * per_row;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < chunks;
-       i += static_cast<int64_t>(gridDim.x) * kThreads) {
-    f(i / per_row, i % per_row * kChunk);
-  }
-}
-
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     silu_mul_rows(Matrix<T> gate, Matrix<T> up, T* y, int64_t rows, int64_t n) {
@@ -247,11 +237,6 @@ Pair rms_norm_backward(const Tensor& grad, const Tensor& x, const Tensor& weight
 template <class T>
 Matrix<T> matrix(const Rows& rows) {
   return {data<T>(rows.held), rows.stride};
-}
-
-unsigned blocks_for(const Rows& rows, const OnDevice& device) {
-  const int64_t chunks = rows.count * ceil_over(rows.width, kChunk);
-  return static_cast<unsigned>(std::min<int64_t>(ceil_over(chunks, kThreads), 8 * device.multiprocessors()));
 }
 
 Tensor silu_mul(const Tensor& gate, const Tensor& up) {

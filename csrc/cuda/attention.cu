@@ -138,13 +138,13 @@ __device__ __forceinline__ void soften(Shared<kWide>& shared) {
       sum += weight;
     }
     sum = lanes_sum(sum);
+    __syncwarp();  // every lane has read the maximum before
     if (lane == 0) {
       const float correction = before == -INFINITY ? 0.0f : expf(before - now);
       shared.maximum[r] = now;
       shared.sum[r] = fmaf(shared.sum[r], correction, sum);
       shared.correction[r] = correction;
     }
-    __syncwarp();
   }
 }
 
@@ -221,7 +221,6 @@ __device__ __forceinline__ void walk_segment(const Work& w, const Rows& rows, Sh
     __syncthreads();
     gather_values(sums, shared);
   }
-  __syncthreads();
 }
 
 template <int kWide>

@@ -1,4 +1,4 @@
-// What the two attention kernels share: the work, which rows a block has, and how parts of a softmax merge.
+// Shared by the two attention kernels: the work, the rows of a block, and how parts of a softmax merge.
 #pragma once
 
 #include "cuda/cast.h"
@@ -30,7 +30,7 @@ struct Call {
   ScalarType cache;
 };
 
-// Tensor cores, for BF16 queries. False, doing nothing, for what it does not do.
+// Tensor cores, for BF16 queries. Returns false and does nothing for unsupported problems.
 bool attend_on_tensor_cores(const Call& call, const OnDevice& device, const Tensor& allocator);
 
 // Room for the parts of every segment; the memory lives as long as the tensor.

@@ -19,8 +19,8 @@
 // Keys before the windows of a block's rows are not read; in the tile where the last window begins they are
 // masked by a pass of their own, so that attention without a window pays for neither.
 //
-// What a block reads and a row does not see must be finite: its weight is 0, and 0 times NaN is NaN. Only a
-// request whose own activations overflowed has such keys, and its next token is refused.
+// Values that a block reads but a row does not see must be finite: their weight is 0, and 0 times NaN is NaN.
+// Only a request whose own activations overflowed has such keys, and its next token is refused.
 #include <cmath>
 
 #include "cuda/attention.h"
@@ -222,7 +222,7 @@ __device__ __forceinline__ void cap(Scores& scores, float scale) {
   }
 }
 
-// What the exponents are taken from: the maximum, or 0 where nothing was seen.
+// The value subtracted before the exponential: the maximum, or 0 if nothing was seen.
 __device__ __forceinline__ float base_of(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
 __device__ __forceinline__ float quad_max(float value) {

@@ -32,7 +32,7 @@ __device__ __forceinline__ void unpack_halves(uint4 words, Chunk& out, F16) {
   }
 }
 
-// What was loaded and not yet unpacked: keeps loads in flight in few registers.
+// Loaded elements that are not yet unpacked: keeps loads in flight in few registers.
 template <class T>
 struct Raw {
   uint4 words[sizeof(T) == 4 ? 2 : 1];

@@ -16,4 +16,10 @@ constexpr bool runs_on(int capability, int chip, bool for_family) {
   return capability == chip || (for_family && family_of(capability) == chip);
 }
 
+// Bytes of shared memory that a block may have there (CUDA's programming guide).
+constexpr int shared_bytes_of(int capability) {
+  const int family = family_of(capability);
+  return (family == 90 || family == 100 ? 227 : 99) * 1024;
+}
+
 }  // namespace fp8serve

@@ -1,4 +1,4 @@
-// What kernels and their launches take from CUDA: the few PTX instructions that C++ has no word for, launches
+// What kernels and their launches need from CUDA: the few PTX instructions without a C++ form, launches
 // with their error check, and the device an op runs on. tests/cuda/emulator has the same header for a machine
 // without a GPU: kernels contain nothing that is not spelled here or in the C++ part of CUDA.
 #pragma once

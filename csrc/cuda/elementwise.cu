@@ -9,14 +9,14 @@
 
 #include <tuple>
 
-#include "cuda/rows.h"
+#include "cuda/casts.h"
 
 namespace fp8serve {
 namespace {
 
 using Pair = std::tuple<Tensor, Tensor>;
 
-constexpr int kThreads = 256;
+constexpr int kThreads = kRowThreads;
 
 // --- norm
 // -----------------------------------------------------------------------------------------------------------
@@ -25,18 +25,25 @@ constexpr int kThreads = 256;
 template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kRowThreads)
     norm_row(const T* x, int64_t stride, const T* weight, uint8_t* q, int64_t n, float eps,
-             const float* scale_in, float* amax) {
+             const float* scale_in, const __grid_constant__ Seen out) {
   __shared__ float memory[2][32];
   const T* from = x + blockIdx.x * stride;
   const float factor = row_factor<kAligned>(from, n, eps, memory[0]), scale = *scale_in;
+  const auto value = [&](int64_t at) {
+    return normed<T>(load_chunk<kAligned>(from, at, n), load_chunk<kAligned>(weight, at, n), factor);
+  };
   float seen = 0.0f;
   for_chunks(n, [&](int64_t at) {
-    const Chunk y = normed<T>(load_chunk<kAligned>(from, at, n), load_chunk<kAligned>(weight, at, n), factor);
+    const Chunk y = value(at);
     seen = amax_of(y, seen);
     store_chunk<kAligned>(encode_chunk<F>(y, scale), q + blockIdx.x * n, at, n);
   });
-  seen = block_max(seen, memory[1]);
-  if (threadIdx.x == 0) raise(amax, seen);
+  tell<F>(out, seen, scale, memory[1], [&] {
+    unsigned found = 0;
+    if (blockIdx.x >= out.counted_rows(gridDim.x)) return found;
+    for_chunks(n, [&](int64_t at) { found += cut_off<F>(value(at), scale); });
+    return found;
+  });
 }
 
 // LayerNorm, as torch computes it: mean, then the deviations' mean square, in FP32 and rounded once.
@@ -84,21 +91,27 @@ __global__ void __launch_bounds__(kRowThreads)
 template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     silu_mul(const T* gate, int64_t gate_stride, const T* up, int64_t up_stride, uint8_t* q, int64_t rows,
-             int64_t n, const float* scale_in, float* amax) {
+             int64_t n, const float* scale_in, const __grid_constant__ Seen out) {
   __shared__ float memory[32];
   const float scale = *scale_in;
-  const int64_t per_row = (n + kChunk - 1) / kChunk, chunks = rows * per_row;
+  const auto value = [&](int64_t row, int64_t at) {
+    return gated<T>(load_chunk<kAligned>(gate + row * gate_stride, at, n),
+                    load_chunk<kAligned>(up + row * up_stride, at, n));
+  };
   float seen = 0.0f;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < chunks;
-       i += static_cast<int64_t>(gridDim.x) * kThreads) {
-    const int64_t row = i / per_row, at = i % per_row * kChunk;
-    const Chunk y = gated<T>(load_chunk<kAligned>(gate + row * gate_stride, at, n),
-                             load_chunk<kAligned>(up + row * up_stride, at, n));
+  for_all_chunks(rows, n, [&](int64_t row, int64_t at) {
+    const Chunk y = value(row, at);
     seen = amax_of(y, seen);
     store_chunk<kAligned>(encode_chunk<F>(y, scale), q + row * n, at, n);
-  }
-  seen = block_max(seen, memory);
-  if (threadIdx.x == 0) raise(amax, seen);
+  });
+  tell<F>(out, seen, scale, memory, [&] {
+    unsigned found = 0;
+    const int64_t counted = out.counted_rows(rows);
+    for_all_chunks(rows, n, [&](int64_t row, int64_t at) {
+      if (row < counted) found += cut_off<F>(value(row, at), scale);
+    });
+    return found;
+  });
 }
 
 // --- cast and transpose
@@ -235,17 +248,10 @@ Pair rms_norm_quantize(const Tensor& x, const Tensor& weight_in, double eps, con
   check.tensor("scale", scale, {ScalarType::Float}, {});
   check_fp8(check, dtype);
   const OnDevice device(x);
-  const Tensor weight = dense(weight_in), q = empty(x, {t.value(), hidden.value()}, dtype);
-  const Tensor amax = zero_amax(x, device);
-  if (x.numel() == 0) return {q, amax};
-  const Rows rows = rows_of(x);
-  const bool fast = fast_rows(rows) && aligned(weight.data_ptr(), 16);
-  with_types(dtype, x.scalar_type(), fast, [&](auto fmt, auto elem, auto whole) {
-    using T = typename decltype(elem)::type;
-    launch(norm_row<typename decltype(fmt)::type, T, whole.value>, static_cast<unsigned>(rows.count),
-           row_threads(rows.width), 0, device.stream(), data<T>(rows.held), rows.stride, data<T>(weight),
-           data<uint8_t>(q), rows.width, static_cast<float>(eps), data<float>(scale), data<float>(amax));
-  });
+  const Tensor q = empty(x, {t.value(), hidden.value()}, dtype);
+  if (x.numel() == 0) return {q, zero_amax(x, device)};
+  const Tensor amax = empty(x, {}, ScalarType::Float);
+  cast_norm(x, weight_in, eps, scale, q, {data<float>(amax), true}, device);
   return {q, amax};
 }
 
@@ -284,17 +290,10 @@ Pair silu_mul_quantize(const Tensor& gate, const Tensor& up, const Tensor& scale
   check.tensor("scale", scale, {ScalarType::Float}, {});
   check_fp8(check, dtype);
   const OnDevice device(gate);
-  const Tensor q = empty(gate, {t.value(), width.value()}, dtype), amax = zero_amax(gate, device);
-  if (gate.numel() == 0) return {q, amax};
-  const Rows g = rows_of(gate), u = rows_of(up);
-  const int64_t chunks = g.count * ceil_over(g.width, kChunk);
-  const auto blocks = std::min<int64_t>(ceil_over(chunks, kThreads), 8 * device.multiprocessors());
-  with_types(dtype, gate.scalar_type(), fast_rows(g) && fast_rows(u), [&](auto fmt, auto elem, auto whole) {
-    using T = typename decltype(elem)::type;
-    launch(silu_mul<typename decltype(fmt)::type, T, whole.value>, static_cast<unsigned>(blocks), kThreads, 0,
-           device.stream(), data<T>(g.held), g.stride, data<T>(u.held), u.stride, data<uint8_t>(q), g.count,
-           g.width, data<float>(scale), data<float>(amax));
-  });
+  const Tensor q = empty(gate, {t.value(), width.value()}, dtype);
+  if (gate.numel() == 0) return {q, zero_amax(gate, device)};
+  const Tensor amax = empty(gate, {}, ScalarType::Float);
+  cast_gated(gate, up, scale, q, {data<float>(amax), true}, device);
   return {q, amax};
 }
 
@@ -389,6 +388,35 @@ Tensor rotary_write_kv(const Tensor& q, const Tensor& k, const Tensor& v, const 
 }
 
 }  // namespace
+
+void cast_norm(const Tensor& x, const Tensor& weight_in, double eps, const Tensor& scale, const Tensor& q,
+               const Seen& out, const OnDevice& device) {
+  const Tensor weight = dense(weight_in);
+  const Rows rows = rows_of(x);
+  const bool fast = fast_rows(rows) && aligned(weight.data_ptr(), 16);
+  prepare(out, rows.count, device);
+  with_types(q.scalar_type(), x.scalar_type(), fast, [&](auto fmt, auto elem, auto whole) {
+    using T = typename decltype(elem)::type;
+    launch(norm_row<typename decltype(fmt)::type, T, whole.value>, static_cast<unsigned>(rows.count),
+           row_threads(rows.width), 0, device.stream(), data<T>(rows.held), rows.stride, data<T>(weight),
+           data<uint8_t>(q), rows.width, static_cast<float>(eps), data<float>(scale), out);
+  });
+}
+
+void cast_gated(const Tensor& gate, const Tensor& up, const Tensor& scale, const Tensor& q, const Seen& out,
+                const OnDevice& device) {
+  const Rows g = rows_of(gate), u = rows_of(up);
+  const unsigned blocks = blocks_for(g, device);
+  prepare(out, blocks, device);
+  const bool fast = fast_rows(g) && fast_rows(u);
+  with_types(q.scalar_type(), gate.scalar_type(), fast, [&](auto fmt, auto elem, auto whole) {
+    using T = typename decltype(elem)::type;
+    launch(silu_mul<typename decltype(fmt)::type, T, whole.value>, blocks, kThreads, 0, device.stream(),
+           data<T>(g.held), g.stride, data<T>(u.held), u.stride, data<uint8_t>(q), g.count, g.width,
+           data<float>(scale), out);
+  });
+}
+
 }  // namespace fp8serve
 
 STABLE_TORCH_LIBRARY_IMPL(FP8SERVE_OPS, FP8SERVE_DEVICE_KEY, m) {

@@ -13,7 +13,9 @@
 // that are no multiple of 16 bytes, and pairs of scale granularities that no recipe makes; the mma kernel
 // says yes to everything. The next kernel also answers what CUTLASS itself refuses (block scales on sm_120
 // whose K and N are no multiples of 128) and what the driver cannot describe to the tensor memory
-// accelerator. scaled_mm_by names its kernel instead, for tests and for measuring the table of tiles.
+// accelerator. Where the table of tiles has found it faster, cuBLASLt answers (gemm_torch.h). scaled_mm_by
+// names its kernel instead, for tests and for measuring the table of tiles; gemm_kernels switches kernels
+// off, and when nobody is left the order is cuBLASLt, the reference.
 #include <torch/csrc/stable/library.h>
 
 #include <array>
@@ -23,8 +25,11 @@
 #include "cuda/chips.h"
 #include "cuda/gemm.h"
 #include "cuda/gemm_bf16.h"
+#include "cuda/gemm_switches.h"
 #include "cuda/gemm_tiles.h"
+#include "cuda/gemm_torch.h"
 #include "cuda/layout.h"
+#include "watch.h"
 
 namespace fp8serve {
 namespace {
@@ -50,37 +55,58 @@ namespace {
   return false;
 }
 
+bool is_on(Tile tile) { return gemm_switches.on(static_cast<GemmKernel>(1 + static_cast<int>(tile))); }
+static_assert(kGemmKernels[1 + static_cast<int>(Tile::small)] == "small");
+
+TileChoice looked_up(const Gemm& g, const OnDevice& device) {
+  return tile_for(family_of(device.capability()), g.a_scale.inside() || g.b_scale.inside(), g.m, g.n, g.k);
+}
+
 // The tile of the table, or another that was compiled for these types.
 bool gemm_cutlass(const Gemm& g, const OnDevice& device, const Tensor& allocator) {
-  const TileChoice best =
-      tile_for(family_of(device.capability()), g.a_scale.inside() || g.b_scale.inside(), g.m, g.n, g.k);
-  if (gemm_cutlass(g, best, device, allocator)) return true;
-  for (const Tile other : {Tile::medium, Tile::large, Tile::small}) {
-    if (gemm_cutlass(g, {other, best.swizzle}, device, allocator)) return true;
+  const TileChoice best = looked_up(g, device);
+  for (const Tile tile : {best.tile, Tile::medium, Tile::large, Tile::small}) {
+    if (tile == Tile::cublaslt || !is_on(tile)) continue;
+    if (gemm_cutlass(g, {tile, best.swizzle}, device, allocator)) return true;
   }
   return false;
 }
 
 bool decoding(const Gemm& g) { return g.m <= kSkinnyRows && !g.a_e5m2 && !g.b_e5m2; }
 
-void run(const Gemm& g, const OnDevice& device, const Tensor& allocator) {
+// False when cuBLASLt is off or does not take this.
+bool gemm_cublaslt_if_on(const Product& p) {
+  const auto kernel = cublaslt_for(p);
+  return kernel && gemm_switches.on(*kernel) && (gemm_cublaslt(p), true);
+}
+
+bool skinny_takes(const Gemm& g) { return decoding(g) && gemm_switches.on(GemmKernel::skinny); }
+
+// Without an FP8 warp instruction (Hopper, sm_100) the skinny kernel multiplies in FP16: it is asked first
+// for few rows only.
+bool skinny_is_first(const Gemm& g, const OnDevice& device) {
   const int chip = family_of(device.capability());
-  // Without an FP8 warp instruction (Hopper, sm_100) the skinny kernel multiplies in FP16: enough for few
-  // rows only.
-  const int always = chip == 90 || chip == 100 ? 16 : kSkinnyRows;
-  if (decoding(g) && g.m <= always) return gemm_skinny(g, device, allocator);
-  if (gemm_cutlass(g, device, allocator)) return;
-  decoding(g) ? gemm_skinny(g, device, allocator) : gemm_mma(g, device);
+  return skinny_takes(g) && g.m <= (chip == 90 || chip == 100 ? 16 : kSkinnyRows);
+}
+
+// False when no kernel that is on takes this.
+bool run(const Gemm& g, const OnDevice& device, const Product& p) {
+  if (skinny_is_first(g, device)) return gemm_skinny(g, device), true;
+  if (looked_up(g, device).tile == Tile::cublaslt && gemm_cublaslt_if_on(p)) return true;
+  if (gemm_cutlass(g, device, p.out)) return true;
+  if (skinny_takes(g)) return gemm_skinny(g, device), true;
+  if (gemm_switches.on(GemmKernel::mma)) return gemm_mma(g, device), true;
+  return gemm_cublaslt_if_on(p);
 }
 
 // The kernel of that name, or false.
-bool run_by(const std::string& kernel, int swizzle, const Gemm& g, const OnDevice& device,
-            const Tensor& allocator) {
+bool run_by(const std::string& kernel, int swizzle, const Gemm& g, const OnDevice& device, const Product& p) {
   if (kernel == "mma") return gemm_mma(g, device), true;
-  if (kernel == "skinny") return decoding(g) && (gemm_skinny(g, device, allocator), true);
+  if (kernel == "skinny") return decoding(g) && (gemm_skinny(g, device), true);
+  if (kernel == "cublaslt") return cublaslt_for(p).has_value() && (gemm_cublaslt(p), true);
   constexpr std::array<const char*, 3> kTiles = {"large", "medium", "small"};  // in the order of Tile
   for (size_t i = 0; i < kTiles.size(); ++i) {
-    if (kernel == kTiles[i]) return gemm_cutlass(g, {static_cast<Tile>(i), swizzle}, device, allocator);
+    if (kernel == kTiles[i]) return gemm_cutlass(g, {static_cast<Tile>(i), swizzle}, device, p.out);
   }
   return false;
 }
@@ -121,7 +147,8 @@ struct Operands {
   const std::optional<Tensor>& bias;
 };
 
-// Checks the operands, makes the output of [M, N] and calls multiply(Gemm, device) unless it is empty.
+// Checks the operands, makes the output of [M, N] and calls multiply(Gemm, device, Product) unless it is
+// empty.
 template <class Multiply>
 Tensor with_gemm(const DeviceContract& check, const Operands& in, ScalarType out_dtype,
                  const Multiply& multiply) {
@@ -154,7 +181,7 @@ Tensor with_gemm(const DeviceContract& check, const Operands& in, ScalarType out
                 .bias_type = number_of(bias.scalar_type()),
                 .out_type = number_of(out_dtype),
                 .out = out.data_ptr()},
-           device);
+           device, Product{a, b, a_scale, b_scale, in.bias ? std::optional(bias) : std::nullopt, out});
   return out;
 }
 
@@ -163,10 +190,13 @@ Tensor scaled_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const 
   const DeviceContract check("scaled_mm", a);
   check_high(check, out_dtype);
   return with_gemm(check, {a, b, a_scale, b_scale, bias}, out_dtype,
-                   [&](const Gemm& g, const OnDevice& device) { run(g, device, a); });
+                   [](const Gemm& g, const OnDevice& device, const Product& p) {
+                     if (!run(g, device, p)) gemm_reference(p);
+                   });
 }
 
-// scaled_mm by the kernel of a name: "skinny", "mma", or CUTLASS's "large", "medium", "small".
+// scaled_mm by the kernel of a name, on or off: "skinny", "mma", "cublaslt", or CUTLASS's "large", "medium",
+// "small".
 Tensor scaled_mm_by(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
                     const std::optional<Tensor>& bias, ScalarType out_dtype, std::string kernel,
                     int64_t swizzle) {
@@ -174,10 +204,21 @@ Tensor scaled_mm_by(const Tensor& a, const Tensor& b, const Tensor& a_scale, con
   check_high(check, out_dtype);
   check.require(swizzle >= 1 && swizzle <= 64, "swizzle", "is ", swizzle, ", must be 1 to 64");
   return with_gemm(check, {a, b, a_scale, b_scale, bias}, out_dtype,
-                   [&](const Gemm& g, const OnDevice& device) {
-                     check.require(run_by(kernel, static_cast<int>(swizzle), g, device, a), "kernel", "is ",
+                   [&](const Gemm& g, const OnDevice& device, const Product& p) {
+                     check.require(run_by(kernel, static_cast<int>(swizzle), g, device, p), "kernel", "is ",
                                    kernel, ", which does not multiply this here");
                    });
+}
+
+// Which kernels are off, joined by "+"; `off` switches these off and all others on, "" only asks, "none"
+// switches all on. `here` is any tensor on a GPU; it holds for all GPUs of the process.
+std::string gemm_kernels(const Tensor& here, std::string off) {
+  const DeviceContract check("gemm_kernels", here);
+  if (!off.empty()) {
+    check.require(gemm_switches.turn_off(off == "none" ? "" : off), "off", "is '", off,
+                  "', must be names of kernels joined by +, none, or empty to ask");
+  }
+  return gemm_switches.off();
 }
 
 // The product times a scale [] as FP8, and the product's amax: one kernel where the sums are made.
@@ -193,13 +234,16 @@ std::tuple<Tensor, Tensor> scaled_mm_quantize(const Tensor& a, const Tensor& b, 
     const OnDevice device(a);
     set_zero(amax.data_ptr(), sizeof(float), device.stream());
   }
-  Tensor q = with_gemm(check, {a, b, a_scale, b_scale, bias}, out_dtype, [&](Gemm g, const OnDevice& device) {
-    g.out_scale = data<const float>(out_scale);
-    g.amax = data<float>(amax);
-    g.out_e5m2 = out_dtype == ScalarType::Float8_e5m2;
-    run(g, device, a);
-  });
-  return {q, amax};
+  bool done = true;
+  Tensor q = with_gemm(check, {a, b, a_scale, b_scale, bias}, out_dtype,
+                       [&](Gemm g, const OnDevice& device, const Product& p) {
+                         g.out_scale = data<const float>(out_scale);
+                         g.amax = data<float>(amax);
+                         g.out_e5m2 = out_dtype == ScalarType::Float8_e5m2;
+                         done = run(g, device, p);
+                       });
+  if (done) return {q, amax};
+  return quantized(scaled_mm(a, b, a_scale, b_scale, bias, ScalarType::Float), out_scale, out_dtype);
 }
 
 // BF16 [M, K] x BF16 [N, K]: the head of a model, and its layers where FP8 is off.
@@ -233,7 +277,7 @@ Tensor mm(const Tensor& a_in, const Tensor& b_in, const std::optional<Tensor>& b
                .bias_type = number_of(bias.scalar_type()),
                .out_type = number_of(out_dtype),
                .out = out.data_ptr()};
-  g.m <= kSkinnyRows ? gemm_skinny_bf16(g, device, out) : gemm_mma_bf16(g, device);
+  g.m <= kSkinnyRows ? gemm_skinny_bf16(g, device) : gemm_mma_bf16(g, device);
   return out;
 }
 
@@ -249,17 +293,7 @@ __global__ void __launch_bounds__(256) add_to(T* out, const T* residual, int64_t
                        out, at, n);
 }
 
-// residual + product, which is rounded to the residual's type before it is added.
-Tensor scaled_mm_add(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
-                     const std::optional<Tensor>& bias, const Tensor& residual_in) {
-  const DeviceContract check("scaled_mm_add", a);
-  check.rank("a", a, 2);
-  check.rank("b", b, 2);
-  check.tensor("residual", residual_in, kHigh, {{"M", a.size(0)}, {"N", b.size(0)}});
-  Tensor out = scaled_mm(a, b, a_scale, b_scale, bias, residual_in.scalar_type());
-  if (out.numel() == 0) return out;
-  const OnDevice device(a);
-  const Tensor residual = dense(residual_in);
+void add(const Tensor& out, const Tensor& residual, const OnDevice& device) {
   const int64_t n = out.numel();
   const bool fast = n % kChunk == 0 && aligned(out.data_ptr(), 16) && aligned(residual.data_ptr(), 16);
   with_element(out.scalar_type(), [&](auto element) {
@@ -267,7 +301,57 @@ Tensor scaled_mm_add(const Tensor& a, const Tensor& b, const Tensor& a_scale, co
     launch(fast ? add_to<T, true> : add_to<T, false>, static_cast<unsigned>(ceil_over(n, 256 * kChunk)), 256,
            0, device.stream(), data<T>(out), data<T>(residual), n);
   });
-  return out;
+}
+
+// Activations in BF16 that are still to be cast.
+struct Uncast {
+  const Tensor &x, &scale;
+  Seen out;
+};
+
+// residual + product, which is rounded to the residual's type before it is added: where the sums are made, if
+// the skinny kernel makes them. With `from`, a is room for what it is to be cast to.
+Tensor product_onto(const DeviceContract& check, const Operands& in, const Tensor& residual_in,
+                    const Uncast* from = nullptr) {
+  check.rank("a", in.a, 2);
+  check.rank("b", in.b, 2);
+  check.tensor("residual", residual_in, kHigh, {{"M", in.a.size(0)}, {"N", in.b.size(0)}});
+  const Tensor residual = dense(residual_in);
+  return with_gemm(check, in, residual.scalar_type(), [&](Gemm g, const OnDevice& device, const Product& p) {
+    const bool skinny = skinny_is_first(g, device);
+    if (skinny) g.residual = residual.data_ptr();
+    if (skinny && from != nullptr && !g.b_scale.inside()) {
+      return gemm_skinny_casting(g, {data<BF16>(from->x), data<float>(from->scale), from->out}, device);
+    }
+    if (from != nullptr) cast_plain(from->x, from->scale, in.a, from->out, device);
+    if (skinny) return gemm_skinny(g, device);
+    if (!run(g, device, p)) gemm_reference(p);
+    add(p.out, residual, device);
+  });
+}
+
+Tensor scaled_mm_add(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
+                     const std::optional<Tensor>& bias, const Tensor& residual) {
+  return product_onto(DeviceContract("scaled_mm_add", a), {a, b, a_scale, b_scale, bias}, residual);
+}
+
+// quantize_watched(x) and scaled_mm_add, in one launch where the skinny kernel multiplies.
+Tensor watched_mm_add(const Tensor& x_in, const Tensor& scale, const Tensor& seen, const Tensor& saturated,
+                      const std::optional<Tensor>& rows, const Tensor& b, const Tensor& scale_inv,
+                      const Tensor& b_scale, const std::optional<Tensor>& bias, const Tensor& residual) {
+  const DeviceContract check("watched_mm_add", x_in);
+  check_watched(check, x_in, std::nullopt, std::nullopt, scale, seen, saturated, rows);
+  check.tensor("scale_inv", scale_inv, {ScalarType::Float}, {});
+  const Tensor x = dense(x_in);
+  const bool here =
+      x.scalar_type() == ScalarType::BFloat16 && x.size(1) % 16 == 0 && aligned(x.data_ptr(), 16);
+  if (!here) {
+    const Tensor q = quantize_watched(x, std::nullopt, std::nullopt, scale, seen, saturated, rows);
+    return scaled_mm_add(q, b, scale_inv, b_scale, bias, residual);
+  }
+  const Tensor q = empty(x, {x.size(0), x.size(1)}, ScalarType::Float8_e4m3fn);
+  const Uncast from{x, scale, counters(seen, saturated, rows)};
+  return product_onto(check, {q, b, scale_inv, b_scale, bias}, residual, &from);
 }
 
 }  // namespace
@@ -285,7 +369,9 @@ extern "C" __attribute__((visibility("default"), used)) const char fp8serve_cuda
 STABLE_TORCH_LIBRARY_IMPL(FP8SERVE_OPS, FP8SERVE_DEVICE_KEY, m) {
   m.impl("scaled_mm", TORCH_BOX(&fp8serve::scaled_mm));
   m.impl("scaled_mm_by", TORCH_BOX(&fp8serve::scaled_mm_by));
+  m.impl("gemm_kernels", TORCH_BOX(&fp8serve::gemm_kernels));
   m.impl("scaled_mm_quantize", TORCH_BOX(&fp8serve::scaled_mm_quantize));
   m.impl("scaled_mm_add", TORCH_BOX(&fp8serve::scaled_mm_add));
+  m.impl("watched_mm_add", TORCH_BOX(&fp8serve::watched_mm_add));
   m.impl("mm", TORCH_BOX(&fp8serve::mm));
 }

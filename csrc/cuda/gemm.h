@@ -3,6 +3,7 @@
 //   out[m][n] = (sum over k of a[m][k] b[n][k], block scales inside) * a_scale[m] * b_scale[n] + bias[n]
 //
 // (the two scales by `scaled_by`, which keeps the first product in range)
+// or residual[m][n] + that, rounded before it is added,
 // and, where FP8 output is wanted, out[m][n] = saturate(that * out_scale), amax = largest |that|.
 //
 // Kernels: gemm_sm89.cu answers everything on every chip (mma.sync); gemm_skinny.cu answers up to 64 rows
@@ -10,7 +11,7 @@
 // of speed.
 #pragma once
 
-#include "cuda/cast.h"
+#include "cuda/casts.h"
 #include "cuda/tile_choice.h"
 
 namespace fp8serve {
@@ -47,9 +48,17 @@ struct Gemm {
   const void* bias;  // [n] or null
   Number bias_type, out_type;
   void* out;                         // [m, n]
+  const void* residual = nullptr;    // [m, n] of out_type, or null: for the skinny kernel alone
   const float* out_scale = nullptr;  // set: out holds FP8, and out_type says nothing
   float* amax = nullptr;             // with out_scale: holds 0 when the kernel starts
   bool out_e5m2 = false;
+};
+
+// Activations that are cast where they are multiplied, and counted there.
+struct ToCast {
+  const BF16* x;  // [m, k], rows 16-byte aligned
+  const float* scale;
+  Seen out;
 };
 
 __device__ __forceinline__ float bias_at(const Gemm& g, int column) {
@@ -60,6 +69,9 @@ __device__ __forceinline__ uint16_t encode_output(const Gemm& g, float low, floa
 }
 // Stores a value; returns the largest magnitude seen so far.
 __device__ __forceinline__ float put(const Gemm& g, int64_t at, float value, float seen) {
+  if (g.residual != nullptr) {
+    value = rounded(value, g.out_type) + load(g.residual, at, g.out_type);
+  }
   if (g.out_scale == nullptr) {
     store(value, g.out, at, g.out_type);
   } else {
@@ -76,9 +88,10 @@ __device__ __forceinline__ void raise_amax(const Gemm& g, float seen) {
 
 constexpr int kSkinnyRows = 64;
 
-// `allocate(bytes)` gives device memory that lives until the kernels launched here are done.
 void gemm_mma(const Gemm& g, const OnDevice& device);
-void gemm_skinny(const Gemm& g, const OnDevice& device, const Tensor& allocator);  // m <= kSkinnyRows
+void gemm_skinny(const Gemm& g, const OnDevice& device);  // m <= kSkinnyRows
+// In the place of g.a; block scales are refused by the caller.
+void gemm_skinny_casting(const Gemm& g, const ToCast& from, const OnDevice& device);
 
 // CUTLASS kernels: false when the problem, or this tile of it, is not theirs. `outside`: scales per tensor or
 // row; `inside`: a per 1x128, b per 1x128 or 128x128.

@@ -3,8 +3,8 @@
 // The epilogue tree, on FP32 sums, in the order of fp8/ops/gemm.py: (sum * a_scale) * b_scale + bias, rounded
 // once; for FP8 output then the amax and the output's scale. A scale is a number or a vector at run time (a
 // stride that is true or false), so one kernel serves tensor and row scales. Block scales act in the main
-// loop, 128 of K at a time; the kernels for them take a per 1x128 and b per 128x128 or 1x128, which is what
-// the block recipe multiplies.
+// loop, 128 of K at a time; the kernels for them take a per 1x128 and b per 128x128 or 1x128, as
+// in the block recipe.
 //
 // gemm_sm90.cu ... name tiles, clusters and schedules, and which of them are worth compiling: a kernel costs
 // the compiler about 5 seconds and a file that has any about 25, so each chip has two files' worth of kernels
@@ -24,6 +24,7 @@
 #include <cutlass/gemm/kernel/gemm_universal.hpp>
 #include <cutlass/util/packed_stride.hpp>
 
+#include "cuda/chips.h"
 #include "cuda/descriptor.h"
 #include "cuda/gemm.h"
 
@@ -123,7 +124,7 @@ struct ScaledBy {
   }
 };
 
-// What is one pointer (stride, layout) for one product is an array of them for the products of experts.
+// One pointer (stride, layout) of a single product is an array of them for the products of experts.
 template <class T, bool kGrouped>
 using Each = std::conditional_t<kGrouped, T*, T>;
 
@@ -214,6 +215,7 @@ struct Types {
                                      Shape<int, int, int, int>>;
   using GemmKernel = cutlass::gemm::kernel::GemmUniversal<Problem, CollectiveMainloop, CollectiveEpilogue>;
   using Adapter = cutlass::gemm::device::GemmUniversalAdapter<GemmKernel>;
+  static_assert(GemmKernel::SharedStorageSize <= shared_bytes_of(Config::Arch::kMinComputeCapability));
 };
 
 inline void check(cutlass::Status status) {
@@ -290,7 +292,7 @@ bool reads(bool is_e5m2) {
   return std::is_same_v<A, either> || std::is_same_v<A, e5m2> == is_e5m2;
 }
 
-// Whether these are its operands, the tensor memory accelerator can write its output, and the epilogue read
+// Whether the operands fit, the tensor memory accelerator can write its output, and the epilogue can read
 // its bias.
 template <class A, class B, class Out>
 bool fits(const Gemm& g) {

@@ -18,6 +18,7 @@
 
 #include "cuda/chips.h"
 #include "cuda/gemm_grouped.h"
+#include "cuda/gemm_switches.h"
 #include "cuda/layout.h"
 
 namespace fp8serve {
@@ -173,8 +174,9 @@ Gemm problem(const Tensor& a, const Tensor& b, bool b_e5m2, const Scale& a_scale
 
 void run(const Grouped& g, const OnDevice& device, const Tensor& allocator) {
   const bool few = !g.along_k && g.total <= kSkinnyRows && !g.all.a_e5m2 && !g.all.b_e5m2;
-  if (few) return grouped_skinny(g, device, allocator);
-  if (!grouped_cutlass(g, device, allocator)) grouped_mma(g, device);
+  if (few) return grouped_skinny(g, device);
+  const bool cutlass = gemm_switches.on(GemmKernel::grouped_cutlass);
+  if (!cutlass || !grouped_cutlass(g, device, allocator)) grouped_mma(g, device);
 }
 
 Tensor grouped_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& a_scale, const Tensor& b_scale,

@@ -93,7 +93,7 @@ struct Grouped {
 
 void grouped_mma(const Grouped& g, const OnDevice& device);
 // At most kSkinnyRows rows of all experts together, E4M3 x E4M3.
-void grouped_skinny(const Grouped& g, const OnDevice& device, const Tensor& allocator);
+void grouped_skinny(const Grouped& g, const OnDevice& device);
 
 // CUTLASS kernels: false when the problem is not theirs.
 using GroupedCutlassKernel = bool(const Grouped& g, const OnDevice& device, const Tensor& allocator);

@@ -11,7 +11,7 @@
 
 namespace fp8serve::cutlass_gemm {
 
-// What a grouped kernel reads of each expert, array after array in one piece of memory.
+// What a grouped kernel reads about each expert, array after array in one piece of memory.
 template <class Types>
 struct Problems {
   using Kernel = typename Types::GemmKernel;

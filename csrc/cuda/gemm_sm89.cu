@@ -190,7 +190,7 @@ __device__ __forceinline__ void compute(const Gemm& g, const Place& p, int strid
   Sums total = {};
   for (int step = 0; step < steps; ++step) {
     copy_wait<kStages - 2>();
-    __syncthreads();  // this stage has arrived everywhere, and everybody is done with the one that comes next
+    __syncthreads();  // this stage has arrived everywhere, and all threads are done with the next one
     load_stage(step + kStages - 1);
     const unsigned char* stage = shared + step % kStages * 2 * kPanel;
     Sums part = {};

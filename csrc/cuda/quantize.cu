@@ -12,7 +12,7 @@
 
 #include <tuple>
 
-#include "cuda/cast.h"
+#include "cuda/casts.h"
 
 namespace fp8serve {
 namespace {
@@ -50,19 +50,25 @@ __device__ __forceinline__ void for_tile(const T* x, int64_t tile, int64_t n, co
 
 template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
-    cast_amax(const T* x, uint8_t* q, int64_t n, const float* scale_in, float* amax, bool alone) {
+    cast_amax(const T* x, uint8_t* q, int64_t rows, int64_t cols, const float* scale_in,
+              const __grid_constant__ Seen out) {
   __shared__ float memory[32];
   const float scale = *scale_in;
+  const int64_t n = rows * cols, tiles = (n + kTile - 1) / kTile;
+  const auto for_chunks_here = [&](const auto& use) {
+    for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) for_tile<kAligned>(x, tile, n, use);
+  };
   float seen = 0.0f;
-  const int64_t tiles = (n + kTile - 1) / kTile;
-  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    for_tile<kAligned>(x, tile, n, [&](const Chunk& chunk, int64_t at) {
-      seen = amax_of(chunk, seen);
-      store_chunk<kAligned>(encode_chunk<F>(chunk, scale), q, at, n);
-    });
-  }
-  seen = block_max(seen, memory);
-  if (threadIdx.x == 0) alone ? void(*amax = seen) : raise(amax, seen);
+  for_chunks_here([&](const Chunk& chunk, int64_t at) {
+    seen = amax_of(chunk, seen);
+    store_chunk<kAligned>(encode_chunk<F>(chunk, scale), q, at, n);
+  });
+  tell<F>(out, seen, scale, memory, [&] {
+    unsigned found = 0;
+    const int64_t counted = out.counted_rows(rows) * cols;
+    for_chunks_here([&](const Chunk& chunk, int64_t at) { found += cut_off<F>(chunk, scale, counted - at); });
+    return found;
+  });
 }
 
 template <class T, bool kAligned>
@@ -227,16 +233,8 @@ Pair quantize(const Tensor& x_in, const Tensor& scale, ScalarType dtype) {
   const Tensor x = input(check, x_in, dtype);
   check.tensor("scale", scale, {ScalarType::Float}, {});
   const OnDevice device(x);
-  const int64_t n = x.numel();
   Tensor q = quantized_like(x, dtype), amax = empty(x, {}, ScalarType::Float);
-  const int blocks = blocks_for(n, device);
-  if (blocks > 1) set_zero(amax.data_ptr(), sizeof(float), device.stream());
-  with_types(dtype, x, n, [&](auto fmt, auto elem, auto fast) {
-    using F = typename decltype(fmt)::type;
-    using T = typename decltype(elem)::type;
-    launch(cast_amax<F, T, fast.value>, blocks, kThreads, 0, device.stream(), data<T>(x), data<uint8_t>(q), n,
-           data<float>(scale), data<float>(amax), blocks == 1);
-  });
+  cast_plain(x, scale, q, {data<float>(amax), true}, device);
   return {q, amax};
 }
 
@@ -324,6 +322,21 @@ Pair quantize_block(const Tensor& x_in, ScalarType dtype, int64_t block_rows, bo
 }
 
 }  // namespace
+
+void cast_plain(const Tensor& x_in, const Tensor& scale, const Tensor& q, const Seen& out,
+                const OnDevice& device) {
+  const Tensor x = dense(x_in);
+  const int64_t n = x.numel(), rows = x.dim() == 2 ? x.size(0) : 1, cols = rows == 0 ? 0 : n / rows;
+  const int blocks = blocks_for(n, device);
+  prepare(out, blocks, device);
+  with_types(q.scalar_type(), x, n, [&](auto fmt, auto elem, auto fast) {
+    using F = typename decltype(fmt)::type;
+    using T = typename decltype(elem)::type;
+    launch(cast_amax<F, T, fast.value>, blocks, kThreads, 0, device.stream(), data<T>(x), data<uint8_t>(q),
+           rows, cols, data<float>(scale), out);
+  });
+}
+
 }  // namespace fp8serve
 
 STABLE_TORCH_LIBRARY_IMPL(FP8SERVE_OPS, FP8SERVE_DEVICE_KEY, m) {

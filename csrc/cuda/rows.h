@@ -41,11 +41,29 @@ struct HeadsOf {
 constexpr int kRowThreads = 256;
 inline int row_threads(int64_t n) { return n <= 512 ? 32 : kRowThreads; }
 
+// Blocks that go over all chunks of a matrix: at most what is resident at once.
+inline unsigned blocks_for(const Rows& rows, const OnDevice& device) {
+  const int64_t chunks = rows.count * ceil_over(rows.width, kChunk);
+  return static_cast<unsigned>(
+      std::min<int64_t>(ceil_over(chunks, kRowThreads), 8 * device.multiprocessors()));
+}
+
 // f(chunk's first element) for the chunks of a row that this thread has.
 template <class F>
 __device__ __forceinline__ void for_chunks(int64_t n, const F& f) {
   const int64_t step = static_cast<int64_t>(blockDim.x) * kChunk;
   for (int64_t at = static_cast<int64_t>(threadIdx.x) * kChunk; at < n; at += step) f(at);
+}
+
+// f(row, first element of the chunk) over the chunks of a [rows, n] matrix, by all blocks, of kRowThreads
+// each.
+template <class F>
+__device__ __forceinline__ void for_all_chunks(int64_t rows, int64_t n, const F& f) {
+  const int64_t per_row = (n + kChunk - 1) / kChunk, chunks = rows * per_row;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x; i < chunks;
+       i += static_cast<int64_t>(gridDim.x) * kRowThreads) {
+    f(i / per_row, i % per_row * kChunk);
+  }
 }
 
 __device__ __forceinline__ float sum_of_squares(const Chunk& x, float sum) {

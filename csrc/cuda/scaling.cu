@@ -38,9 +38,8 @@ __device__ __forceinline__ void rotate(float* history, int length, float staged)
   for (int base = 1; base < length - 1; base += kThreads) {
     const int to = base + static_cast<int>(threadIdx.x);
     const float value = to + 1 < length ? history[to + 1] : 0.0f;
-    __syncthreads();
+    __syncthreads();  // every place that is written here or later has been read
     if (to + 1 < length) history[to] = value;
-    __syncthreads();
   }
   if (threadIdx.x == 0) {
     if (length > 1) history[length - 1] = staged;

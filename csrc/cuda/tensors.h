@@ -52,6 +52,11 @@ __device__ __forceinline__ void store(float value, void* out, int64_t at, Number
   }
 }
 
+__device__ __forceinline__ float rounded(float value, Number type) {
+  if (type == Number::bf16) return __uint_as_float(static_cast<uint32_t>(float_to_bfloat(value)) << 16);
+  return type == Number::fp16 ? half_to_float(float_to_half(value)) : value;
+}
+
 template <class T>
 struct Type {
   using type = T;

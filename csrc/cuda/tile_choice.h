@@ -1,11 +1,13 @@
-// How a CUTLASS kernel cuts its output: apart from the table (gemm_tiles.h), whose lines change without it.
+// How a CUTLASS kernel cuts its output, or who else multiplies: apart from the table (gemm_tiles.h), whose
+// lines change without it.
 #pragma once
 
 #include <cstdint>
 
 namespace fp8serve {
 
-enum class Tile : int8_t { large, medium, small };  // of which size is said in gemm_sm90.cu ...
+// Of which size a tile is, is said in gemm_sm90.cu ...; `cublaslt`: none of ours, torch's product is faster.
+enum class Tile : int8_t { large, medium, small, cublaslt };
 
 struct TileChoice {
   Tile tile;

@@ -1,17 +1,17 @@
 """How the error of an FP8 product grows with the number of its terms, by how the sums are kept.
 
-Rows of values and of weights are cast to E4M3 with one scale each, so what is summed is known exactly: the reference is
-the product of the cast values in FP64, and what the casts themselves cost stands beside it. Four ways to add up:
+Rows of values and of weights are cast to E4M3 with one scale each, so the terms are known exactly: the reference is the
+product of the cast values in FP64, and the error of the casts is given beside it. There are four ways to add up:
 
     ours        the product of this machine's kernels, sums in FP32
     bf16        sums that are rounded to BF16 after every 32 terms
     14 bits     sums with 14 significant bits, cut off after every 32 terms
     promoted    the same, and every 128 terms the sum goes to one in FP32 and starts again
 
-The third is what DeepSeek-V3's report (arXiv 2412.19437, section 3.3.2) measured of Hopper's tensor cores, the fourth
-is how it gets around that. Both are computed here from that description, with the 32 terms of one instruction added
-exactly; no GPU runs. The error is the root mean square over the product's own root mean square. Values of one sign, as
-after a ReLU or in a mean, are the hard case: what is cut off always has the same sign.
+The third is what DeepSeek-V3's report (arXiv 2412.19437, section 3.3.2) measured on Hopper's tensor cores, the fourth
+is its remedy. Both are computed here from that description, with the 32 terms of one instruction added exactly; no GPU
+runs. The error is the root mean square divided by the product's own root mean square. Values of one sign, as after a
+ReLU or in a mean, are the hard case, because the truncated parts always have the same sign.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Short trainings that are alike but for the recipe, in memory: what the studies of parts and of jumps share.
+"""Short trainings in memory that differ only in the recipe: the common part of the studies of parts and of jumps.
 
 One small model, one text, one order of rows. The steps are the product's (`train.setup`, `train.optimizer`), without
 checkpoints, so that a study may raise the rate of one step, exchange a batch, and look at the model in between.
@@ -15,7 +15,7 @@ from fp8serve.fp8.recipe import delayed
 from fp8serve.train.batch import PackedBatch, collate
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.events import Event
-from fp8serve.train.forward import Forward, summed_loss
+from fp8serve.train.forward import Forward, mean_loss, summed_loss
 from fp8serve.train.held_out import held_out_metrics
 from fp8serve.train.optimizer import learning_rate
 from fp8serve.train.order import Cursor, walk
@@ -35,7 +35,7 @@ class Arm:
 
 
 def write_model(folder: Path, plan: ArmsPlan, seed: int) -> Path:
-    """`folder` with a random model in it and the text that it is to learn."""
+    """`folder` with a random model and the text that it will learn."""
     texts, _ = corpus(docstrings_too=False)
     write_texts(folder / "train.jsonl", texts)
     sizes = vars(plan.shape)
@@ -44,19 +44,19 @@ def write_model(folder: Path, plan: ArmsPlan, seed: int) -> Path:
 
 
 class Training:
-    """One arm on its way, on the model in `folder`."""
+    """One running arm, on the model in `folder`."""
 
     def __init__(self, folder: Path, plan: ArmsPlan, arm: Arm, seed: int) -> None:
         self.config = _config(folder, plan, arm, seed)
         self.setup = prepare(self.config, folder / "model", _ignore)
         if delayed(self.config.fp8_recipe):
             first = next(self.batches())
-            self.setup.forward.observe(first, len(first.targets))
+            self.setup.forward.observe(mean_loss(first))
 
     def batches(self) -> Iterator[PackedBatch]:
-        """What each step reads, the same for every arm."""
-        for step, _ in walk([row.tokens for row in self.setup.rows], self.config, Cursor(), self.setup.total_steps):
-            yield collate([self.setup.rows[i] for i in step[0]], self.config.device)
+        """The input of each step, the same for every arm."""
+        for step, _ in walk([item.tokens for item in self.setup.items], self.config, Cursor(), self.setup.total_steps):
+            yield collate([self.setup.items[i] for i in step[0]], self.config.device)
 
     def rate(self, step: int) -> float:
         """The learning rate of step `step`, from 0."""
@@ -70,10 +70,10 @@ class Training:
         return float(loss.detach()) / len(batch.targets)
 
     def loss(self, in_bf16: bool = False) -> float:
-        """Of the weights as they are on FINAL_ROWS rows, under the arm's recipe or in BF16."""
-        rows = self.setup.rows[:: max(1, len(self.setup.rows) // FINAL_ROWS)][:FINAL_ROWS]
+        """The loss of the current weights on FINAL_ROWS rows, under the arm's recipe or in BF16."""
+        items = self.setup.items[:: max(1, len(self.setup.items) // FINAL_ROWS)][:FINAL_ROWS]
         forward = Forward(self.setup.decoder, None) if in_bf16 else self.setup.forward
-        return held_out_metrics(forward, rows, self.config.batch_size, self.config.device)["valid_loss"]
+        return held_out_metrics(self.setup.method, forward, items, self.config.batch_size)["valid_loss"]
 
 
 def _config(folder: Path, plan: ArmsPlan, arm: Arm, seed: int) -> TrainConfig:
@@ -95,4 +95,4 @@ def _config(folder: Path, plan: ArmsPlan, arm: Arm, seed: int) -> TrainConfig:
 
 
 def _ignore(event: Event) -> None:
-    """Nobody listens."""
+    """Ignores events."""

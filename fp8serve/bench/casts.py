@@ -1,6 +1,6 @@
-"""Are the kernels' casts and scales those of the reference, bit for bit, on every value there is?
+"""Compares the kernels' casts and scales with the reference's, bit for bit, on every value.
 
-Two questions, asked of every op that casts and of every instruction-set level this processor has:
+Two things are compared, for every op that casts and every instruction-set level of this processor:
 
 * the cast: each value by scale 1, and by a scale that is no power of two, where `x * scale` is rounded before the cast.
   A kernel multiplies in FP32 and casts the product, so the values at scale 1 are all the products there can be;
@@ -8,12 +8,12 @@ Two questions, asked of every op that casts and of every instruction-set level t
   An amax has no sign, so the negative half of the values is left out there.
 
 `stratified()` is 2^24 FP32 values that leave out no sign, no exponent and no rounding boundary; `every(FP32)` is all
-2^32, in the order of their bits, four million at a time, so that memory does not matter. The BF16 and FP16 values are
-always all there. Kernels that compute something before they cast (a norm, a gated activation) get inputs for which that
-something is exact, so that their casts see the same values.
+2^32, in the order of their bits, four million at a time, so that memory does not matter. All BF16 and FP16 values are
+always included. Kernels that compute something before the cast (a norm, a gated activation) get inputs for which the
+result is exact, so that their casts see the same values.
 
 A NaN's bits must be the reference's too, sign included. The exception is a NaN that arithmetic made before the cast:
-IEEE gives it no sign, and torch rounds it to BF16 with another sign than ours.
+IEEE does not define its sign, and torch rounds it to BF16 with another sign than ours.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +40,7 @@ def stratified(seed: int = 0) -> Tensor:
     """2^24 FP32 values: for each of the 512 signs and exponents 2^15 mantissas.
 
     384 of them are the multiples of 1/128 and their neighbours: every BF16 value, every value of both formats, every
-    midpoint of two neighbours, and what lies one bit to either side. The others are drawn, one from each of
+    midpoint of two neighbours, and the values one bit to either side. The others are drawn at random, one from each of
     equal intervals.
     """
     near = (torch.arange(128) << 16).unsqueeze(1) + torch.tensor([-1, 0, 1]) & 0x7FFFFF
@@ -133,7 +133,7 @@ PROBES = {**CASTS, **SCALES}
 
 @dataclass
 class Finding:
-    """One op at one level on the values of one type: how many it was asked for, and how many came out otherwise."""
+    """One op at one level on the values of one type: how many results were compared, and how many differ."""
 
     probe: str
     level: str
@@ -167,7 +167,7 @@ def _differing(found: Tensor, expected: Tensor) -> int:
 
 @contextmanager
 def at_level(level: str) -> Iterator[None]:
-    """The CPU library held to an instruction-set level; "cuda", a device, needs no holding."""
+    """The CPU library limited to an instruction-set level; "cuda" is a device and needs no limit."""
     if level in LEVELS:
         torch.ops.fp8serve.cpu_isa(level)
     try:
@@ -217,7 +217,7 @@ def compare(
 
 
 def _asked(x: Tensor, chosen: Sequence[str]) -> list[tuple[str, torch.dtype]]:
-    """(probe, format) for one chunk: scales of negative values are not asked for, and a cache has one format."""
+    """(probe, format) for one chunk: scales of negative values are left out, and a cache has one format."""
     unsigned = [name for name in chosen if name not in SCALES or not x.signbit().all()]
     return [(n, dtype) for n in unsigned for dtype in arithmetic.FP8_MAX if n != "write_kv" or dtype == E4M3]
 

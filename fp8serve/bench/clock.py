@@ -1,7 +1,7 @@
-"""Timing on a machine that is never quite quiet: candidates take turns, and the fastest call of each counts.
+"""Timing on a machine that is never completely idle: candidates take turns, and the fastest call of each counts.
 
-Other work only ever makes a call slower, so the minimum is what the code costs; and because candidates alternate within
-one process, a slow minute hits all of them. Percentiles are given where a person waits (latencies), never the mean.
+Other work can only make a call slower, so the minimum is the cost of the code; and because candidates alternate within
+one process, a slow minute affects all of them. Where a person waits (latencies), percentiles are given, never the mean.
 """
 
 import math

@@ -34,7 +34,7 @@ def docstrings() -> Iterator[str]:
 
 def _docstrings_of(path: Path) -> str:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # escapes in other people's sources
+        warnings.simplefilter("ignore")  # escapes in other sources
         try:
             tree = ast.parse(path.read_text(encoding="utf-8"))
         except (SyntaxError, ValueError, OSError):

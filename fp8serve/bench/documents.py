@@ -1,8 +1,8 @@
-"""Two models on the same held-out documents, one after the other, and how sure what comes out is.
+"""Compares two models on the same held-out documents, with confidence intervals.
 
-Documents differ more than their tokens do, so they are what is drawn again: the bootstrap over documents (Efron and
-Tibshirani, "An Introduction to the Bootstrap", 1993, section 13.3) gives the middle 95 % of what other texts of this
-kind would have given. The same drawn documents count for both models: what they have in common cancels.
+Documents differ more than their tokens do, so documents are resampled: the bootstrap over documents (Efron and
+Tibshirani, "An Introduction to the Bootstrap", 1993, section 13.3) gives the middle 95 % of the results for other texts
+of this kind. Both models use the same resampled documents, so common effects cancel.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ def by_document(samples: Sequence[Sample]) -> list[list[Batch]]:
 def compared(
     documents: Sequence[Sequence[Batch]], model: Model, reference: Model, tell: Callable[[int, int], None]
 ) -> list[TokenTally]:
-    """What both say of every document."""
+    """The figures of both models for every document."""
     found = []
     for number, document in enumerate(documents):
         tell(number, len(documents))
@@ -60,7 +60,7 @@ def _add(tally: TokenTally, sequence: Batch, logits: Logits, reference: Logits) 
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure and the middle 95 % of what resampled documents give."""
+    """A figure and the middle 95 % of its values for resampled documents."""
 
     value: float
     low: float
@@ -68,8 +68,8 @@ class Interval:
 
 
 def intervals(tallies: Sequence[TokenTally], seed: int = 0) -> dict[str, Interval]:
-    """Over all tokens: "perplexity_percent" above the reference's, "kl" in nats, "top1" the share of tokens on whose
-    likeliest successor both agree."""
+    """Over all tokens: "perplexity_percent" above the reference's, "kl" in nats, "top1" the share of tokens for which
+    both predict the same next token."""
     columns = [[t.tokens, t.nll, t.reference_nll, t.kl, t.agreed] for t in tallies]
     sums = torch.tensor(columns, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)

@@ -2,7 +2,7 @@
 
 Prefill: one prompt of `prompt` tokens to its first token, the fastest of a few. Decoding: `batch` sequences with
 prompts of that length; when all are computed, `new` greedy steps are timed. Prompts are random: no prefix is shared.
-The rate is that of the median step; the percentiles are what a reader of a stream waits for the next token.
+The rate is that of the median step; the percentiles are the waiting times of a stream's reader for the next token.
 """
 
 import random
@@ -61,7 +61,7 @@ def measure(
 
 
 def _requests(engine: Engine, count: int, prompt: int, new: int) -> list[Request]:
-    """Prompts that nothing was computed for before."""
+    """Prompts for which nothing was computed before."""
     vocab, params = engine.limits.vocab_size, SamplingParams(max_new_tokens=new, temperature=0.0, ignore_eos=True)
     names = [f"bench-{random.getrandbits(64):016x}" for _ in range(count)]
     return [Request(name, tuple(random.randrange(vocab) for _ in range(prompt)), params) for name in names]

@@ -1,5 +1,5 @@
-"""What `bench ops` measures: every op at the sizes of a Llama of 1.1 billion parameters and of the linears that FP8
-kernels are usually compared on, with torch's own way of doing the same in BF16.
+"""The measurements of `bench ops`: every op at the sizes of a Llama of 1.1 billion parameters and of the linears on
+which FP8 kernels are usually compared, beside torch's way of doing the same in BF16.
 
 Every maker frees its tensors before the next one runs.
 """
@@ -26,7 +26,7 @@ from fp8serve.fp8.ops.packing import packed_shape
 OPS = torch.ops.fp8serve
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 HIDDEN, INTERMEDIATE, VOCAB, HEADS, KV_HEADS, HEAD_DIM = 2048, 5632, 32000, 32, 4, 64
-LINEAR = {  # rows, out, in -> times torch's BF16 that we want to be
+LINEAR = {  # rows, out, in -> our goal as a multiple of the speed of torch's BF16
     (1, 4096, 4096): 4.0,
     (1, 14336, 4096): 3.0,
     (8, 4096, 4096): 2.0,
@@ -44,7 +44,7 @@ BLOCK = 16  # tokens in a block of the paged cache
 class BenchCase:
     """One op at one size. `torch_bf16` does the same in BF16, or is None where torch has nothing like it.
 
-    `goal`: how many times as fast as that we want to be, where somebody said so.
+    `goal`: the multiple of that speed that we aim for, if there is one.
     """
 
     op: str
@@ -104,8 +104,10 @@ def casts() -> Iterator[BenchCase]:
     turned = partial(_torch_transpose, q)
     yield BenchCase("transpose_fp8", size, partial(OPS.transpose_fp8, q), turned, 2.0 * q.numel())
     for kind, cut in (("nothing cut off", 1.0), ("some cut off", 1000.0)):
-        watch = partial(OPS.count_saturated, x, None, None, torch.tensor(cut), torch.ones(()), seen, saturated, None)
-        yield BenchCase("count_saturated", f"{size}, {kind}", watch, None, 2.0 * x.numel() if cut > 1 else 0.0)
+        watch = partial(OPS.quantize_watched, x, None, None, torch.tensor(cut), seen, saturated, None)
+        yield BenchCase(
+            "quantize_watched", f"{size}, {kind}", watch, plain, moved + (2.0 * x.numel() if cut > 1 else 0.0)
+        )
 
 
 def _fp8_linear(x: Tensor, scale: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor]) -> object:
@@ -119,8 +121,8 @@ def _packed_linear(x: Tensor, scale: Tensor, weight: Tensor, scales: tuple[Tenso
 def linears() -> Iterator[BenchCase]:
     """BF16 in, quantized, multiplied, BF16 out; torch: its BF16 linear.
 
-    With one weight, which caches may hold, as linears are usually compared and as goals are set; with few rows also
-    with weights in turn, as a decoder reads them: from memory FP8 can only be as much faster as it is smaller.
+    Uses one weight, which caches may hold, as linears are usually compared and goals are set; with few rows also
+    several weights in turn, as a decoder reads them: from memory FP8 can only be faster by as much as it is smaller.
     """
     for (m, n, k), goal in LINEAR.items():
         size = f"{m} x {n} x {k}"
@@ -144,7 +146,7 @@ def _linear(m: int, n: int, k: int, count: int, size: str, goal: float | None) -
 
 
 def packing() -> Iterator[BenchCase]:
-    """A weight into the order of packed_mm; torch: its copy."""
+    """Packs a weight into the order of packed_mm; torch: a copy."""
     weight = _noise(4096, 4096).to(E4M3)
     out = huge_pages(weight.nbytes).view(E4M3).view(packed_shape(*weight.shape))
     copy = partial(torch.Tensor.copy_, torch.empty_like(weight), weight)
@@ -152,7 +154,8 @@ def packing() -> Iterator[BenchCase]:
 
 
 def products() -> Iterator[BenchCase]:
-    """The product alone with the scales of each recipe, onto a residual, and as FP8; torch: its BF16 linear."""
+    """The product alone with the scales of each recipe, added to a residual, and cast to FP8; torch: its BF16
+    linear."""
     n = k = 4096
     one, x_all, w = torch.ones(()), _noise(512, k), _noise(n, k)
     w_q = w.to(E4M3)
@@ -187,7 +190,7 @@ def _then_cast(produce: Callable[..., Tensor], scale: Tensor, *args: Any) -> obj
 
 
 def between() -> Iterator[BenchCase]:
-    """Norm and activation, alone, with the cast behind them, and their gradients; torch: the composition."""
+    """Norm and activation, alone and with the cast after them, and their gradients; torch: the composition."""
     scale = torch.tensor(8.0)
     for m in (1, 512):
         x, weight, wide = _noise(m, HIDDEN), _noise(HIDDEN), f"{m} x {HIDDEN}"

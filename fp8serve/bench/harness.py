@@ -4,9 +4,8 @@
         --tasks fp8serve_arithmetic,fp8serve_python,fp8serve_cloze
 
 model_args: `model`, a directory, GGUF file, smollm2 or a name on the hub, and the engine's options, such as
-recipe=bf16. Log-probabilities are those that the engine gives of a prompt, to the bit those that a server answers with
-(lm-eval's `local-completions`): neither the order of requests nor their neighbours change a score. Needs the package
-`lm-eval`.
+recipe=bf16. Log-probabilities are the engine's for a prompt, equal to the bit to a server's answers (lm-eval's
+`local-completions`): neither the order of requests nor their neighbours change a score. Needs the package `lm-eval`.
 """
 
 import math
@@ -58,7 +57,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc,unused-ignore]
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """Of each continuation after its context: the sum of log-probabilities, and whether it is the greedy one."""
+        """For each continuation after its context: the sum of log-probabilities, and whether it is the greedy one."""
         return self._scores([(context, continuation) for _, context, continuation in requests])
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
@@ -95,12 +94,12 @@ class EngineLM(TemplateLM):  # type: ignore[misc,unused-ignore]
 
 
 def _sum(tokens: Sequence[TokenLogprob]) -> tuple[float, bool]:
-    """The log-probability of all of them together, and whether each is the likeliest."""
+    """The log-probability of all tokens together, and whether each is the most likely one."""
     return math.fsum(item.logprob for item in tokens), all(item.top[0][0] == item.token_id for item in tokens)
 
 
 def _device(asked: str | None) -> str:
-    """lm-eval asks for cuda:0 when nobody has named a device, also where there is no GPU."""
+    """lm-eval asks for cuda:0 when no device is named, even without a GPU."""
     return asked if asked and torch.cuda.is_available() else "cpu"
 
 

@@ -1,13 +1,13 @@
 """Loss under delayed scaling when a model's activations jump while it trains, with and without a margin.
 
-Delayed scaling quantizes a step with the largest values of the steps before, so a step whose values are larger is cut
-off; a margin is room for just that. Two jumps, at step JUMP of a short training:
+Delayed scaling quantizes a step with the largest values of the steps before, so larger values are cut off; a margin
+leaves room for them. There are two kinds of jumps, at step JUMP of a short training:
 
     rate     the step before takes a learning rate FACTOR times as high, and every weight moves
-    batch    the step reads random tokens, which no model expects: its gradients are the larger ones
+    batch    the step reads random tokens, which no model expects, so its gradients are larger
 
-Cut off is counted on all elements of every linear's input, weight and gradient, in all steps. The loss is compared with
-that of BF16 of the same seed, which goes through the same jump, and current scaling shows what no delay costs.
+Values that are cut off are counted on all elements of every linear's input, weight and gradient, in all steps. The loss
+is compared with that of BF16 with the same seed and the same jump; current scaling shows the result without delay.
 """
 
 import tempfile
@@ -95,7 +95,8 @@ def _random(batch: PackedBatch, vocab_size: int, seed: int) -> PackedBatch:
 
 @contextmanager
 def _counting(model: torch.nn.Module, run: Run) -> Iterator[None]:
-    """Inside, what is cut off of the linears' tensors is counted; at the end the step's shares go into `run`."""
+    """Inside the context, values of the linears' tensors that are cut off are counted; at the end the step's shares go
+    into `run`."""
     lost, seen = dict.fromkeys(NAMES, 0), dict.fromkeys(NAMES, 0)
 
     def count(name: str, values: Tensor, q: Tensor, scale_inv: Tensor) -> None:
@@ -115,7 +116,8 @@ def _counting(model: torch.nn.Module, run: Run) -> Iterator[None]:
 
 
 def _figures(runs: Sequence[Run], baseline: Sequence[Run], at: int) -> dict[str, Any]:
-    """In percent: what is cut off at the jump, by role, and how far the loss is above BF16's, then and afterwards."""
+    """In percent: the values cut off at the jump, by role, and how far the loss is above BF16's, then and
+    afterwards."""
     pairs = list(zip(runs, baseline, strict=True))
 
     def apart(begin: int, end: int) -> list[float]:

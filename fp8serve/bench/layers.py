@@ -1,8 +1,9 @@
-"""What each recipe costs each linear of a model: the SQNR of its output, all recipes on the same text.
+"""The cost of each recipe for each linear of a model: the SQNR of its output, with all recipes on the same text.
 
-Calibrated as a user would calibrate: the delayed recipe gets its scales from other text than the one it is measured on,
-the others scale what they see. Each linear gets the input that it has in the FP8 model, and is compared with the same
-layer in high precision on that input (`calibration.compare`), so a layer is charged with its own error.
+The model is calibrated as a user would calibrate it: the delayed recipe gets its scales from text other than the
+measured one, and the others scale each tensor by its own content. Each linear gets the input that it has in the FP8
+model, and is compared with the same layer in high precision on that input (`calibration.compare`), so a layer is
+charged with its own error.
 """
 
 from collections.abc import Callable, Sequence

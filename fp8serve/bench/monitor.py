@@ -1,10 +1,10 @@
-"""What a `Monitor` that is left on costs: training steps with and without it, taking turns in one process.
+"""The cost of leaving a `Monitor` on: training steps with and without it, taking turns in one process.
 
 A step is a forward and a backward pass of a decoder under the delayed recipe, without an optimizer, which would only
 make the monitor's share smaller. A round is `every` steps, so that each round with the monitor has one in which it
-counts values, and `every` calls of `step()`, which read all states. Rounds with and without alternate. Other work
-on the machine only ever makes a round slower, so the fastest rounds are compared; and, because a fastest round is one
-number, the median of the differences between neighbouring rounds too.
+counts values, and `every` calls of `step()`, which read all states. Rounds with and without alternate. Other work on
+the machine can only make a round slower, so the fastest rounds are compared. Because a fastest round is a single
+number, the median of the differences between neighbouring rounds is given, too.
 """
 
 import time
@@ -41,7 +41,7 @@ def measure(tell: Tell, *, shape: Shape, rows: int = 4, seq_len: int = 128, ever
 
 
 def summary(times: Mapping[str, list[float]]) -> dict[str, float]:
-    """Of the rounds' seconds a step: fastest and median in ms, and what the monitor adds, in percent of a step."""
+    """From the rounds' seconds a step: fastest and median in ms, and the cost of the monitor in percent of a step."""
     without, with_monitor = times["without"], times["with"]
     added = median(b - a for a, b in zip(without, with_monitor, strict=True))
     return {

@@ -1,7 +1,7 @@
 """`fp8serve bench numerics`: three studies of the casts and recipes, on synthetic values and on a model.
 
-Without a model one is made: a Llama of 4 layers trained for a short while on text that every Python carries, because
-the activations of random weights have no outliers and would say nothing.
+Without a model it makes one: a Llama of 4 layers, trained for a short while on text that every Python carries. The
+activations of random weights have no outliers and would show nothing.
 """
 
 import tempfile
@@ -20,7 +20,7 @@ OWN_STEPS = 200
 
 @contextmanager
 def _model(given: Path | None, steps: int, tell: Tell) -> Iterator[tuple[Path, str]]:
-    """(a model directory, what it is)."""
+    """(a model directory, its description)."""
     if given is not None:
         yield given, str(given)
         return
@@ -29,7 +29,7 @@ def _model(given: Path | None, steps: int, tell: Tell) -> Iterator[tuple[Path, s
 
 
 def trained(folder: Path, steps: int, tell: Tell) -> Path:
-    """A small model with activations worth looking at, below `folder`."""
+    """A small model with realistic activations, below `folder`."""
     from fp8serve.train.config import TrainConfig
     from fp8serve.train.scratch import write_random_model, write_texts
     from fp8serve.train.trainer import Trainer

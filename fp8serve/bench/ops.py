@@ -1,10 +1,10 @@
 """Every op of `fp8serve.fp8.ops` at the sizes of real models, beside torch in BF16 doing the same in the same run.
 
-An entry (`entries.py`) says what an op must move and compute at least: the bytes of its inputs and outputs, each once,
-and two operations per multiplication and addition. Divided by the time that gives GB/s and GFLOP/s, and the larger of
-their shares of this machine's measured peaks is the op's `share_of_peak`: how near the roofline it is. The peaks are a
-read of a matrix far larger than the caches and torch's best matrix product, so that a kernel which works from the
-caches can exceed the first, and one that is better than torch's the second.
+An entry (`entries.py`) states the minimum that an op must move and compute: the bytes of its inputs and outputs, each
+once, and two operations per multiplication and addition. Divided by the time, these give GB/s and GFLOP/s. The larger
+of their shares of this machine's measured peaks is the op's `share_of_peak`, its distance from the roofline. The peaks
+are a read of a matrix far larger than the caches, which a kernel working from the caches can exceed, and torch's best
+matrix product, which a kernel better than torch's can exceed.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from fp8serve.fp8 import ops
 
 @dataclass(frozen=True)
 class Peaks:
-    """What this machine was seen to do."""
+    """The measured peaks of this machine."""
 
     bytes_per_second: float
     flops_per_second: float
@@ -41,7 +41,7 @@ def measure(
 ) -> dict[str, Any]:
     """Figures of every entry, about `seconds` each.
 
-    `only`: of the ops whose name contains it; `goals`: of what has a goal.
+    `only`: ops whose name contains it; `goals`: only entries with a goal.
     """
     before, rows = measure_peaks(max(seconds, 0.5)), []
     measured: set[str] = set()

@@ -1,4 +1,4 @@
-"""What the studies can be told; imported without torch, so that the command line can show it."""
+"""The options of the studies; imported without torch, so that the command line can show them."""
 
 import math
 from dataclasses import dataclass, field
@@ -53,6 +53,9 @@ class SpeculationLoad(Checked):
     recipe: Annotated[str, About("Recipe, bf16, or 'stored': what the directory stores.")] = _ENGINE["recipe"]
     kv_cache_dtype: Annotated[KvDtype, About("Element type of the KV cache.")] = _ENGINE["kv_cache_dtype"]
     speculative_tokens: Annotated[int, Ge(1), Le(64), About("Tokens of a draft, at most.")] = 8
+    draft_model: Annotated[
+        str | None, About("Model that drafts tokens, instead of the text so far.", unset="none", metavar="MODEL")
+    ] = None
     new: New = 128
     rounds: Annotated[int, Ge(1), About("Answers of each kind, in turn with and without drafts.")] = 5
     temperature: Annotated[float, Ge(0), Le(100), About("0: greedy.")] = 0.0
@@ -60,7 +63,7 @@ class SpeculationLoad(Checked):
 
 @dataclass(frozen=True)
 class Load(Checked):
-    """What clients ask for, and when."""
+    """The requests of the clients, and their times."""
 
     num_prompts: Annotated[int, Ge(1), About("Requests in all.")] = 32
     max_concurrency: Annotated[int | None, Ge(1), About("Requests at the same time.", unset="no limit")] = None
@@ -75,10 +78,10 @@ class Load(Checked):
         int | None, Ge(1), About("Longest answer, in tokens.", unset=f"the data set's, or {DEFAULT_OUTPUT}")
     ] = None
     ignore_eos: Annotated[
-        bool | None, About("Answers go on after the end-of-text token.", unset="for random prompts")
+        bool | None, About("Answers continue after the end-of-text token.", unset="for random prompts")
     ] = None
-    api: Annotated[Literal["completions", "chat"], About("The route that is asked.")] = "completions"
-    seed: Annotated[int, Ge(0), About("Of prompts, their order, and the times at which they are sent.")] = 0
+    api: Annotated[Literal["completions", "chat"], About("The route for the requests.")] = "completions"
+    seed: Annotated[int, Ge(0), About("Seed of prompts, their order, and their sending times.")] = 0
     vocab: int = 1000  # random prompts use ids below this
 
 
@@ -103,23 +106,23 @@ class Shape(Checked):
         return cls(hidden_size, layers, heads, 2 if heads % 2 == 0 else 1, wide)
 
 
-TWIN = "twin"  # a second run in BF16 whose rate differs so little that what separates the two is chance
+TWIN = "twin"  # a second run in BF16 whose rate differs so little that only chance separates the two
 TWIN_RATE = 1.0001
 
 
 @dataclass(frozen=True)
 class StudyPlan(Checked):
-    """What is trained, and for how long. A step reads `batch_size` rows of at most `seq_len` tokens, packed.
+    """The model and the length of the training. A step reads `batch_size` rows of at most `seq_len` tokens, packed.
 
-    model: directory of the weights to go on from; None: random ones of `shape`.
-    lr: the peak, reached after `warmup_steps` (None: 3 % of all) and falling along a cosine to `final_lr` of it. Steps
-    of so few tokens are no better with more than the default: at 1e-3 BF16 itself ends 7 % higher (docs/studies.md).
+    model: directory of the initial weights; None: random ones of `shape`. lr: the peak, reached after `warmup_steps`
+    (None: 3 % of all) and falling along a cosine to `final_lr` of it. With so few tokens per step a rate above the
+    default does not help: at 1e-3 BF16 itself ends 7 % higher (docs/studies.md).
     """
 
     recipes: Annotated[
         tuple[str, ...],
         Len(1),
-        About("Recipe, or twin: BF16 at a rate 0.01 % higher; the first one is compared with.", flag="--recipe"),
+        About("Recipe, or twin: BF16 at a rate 0.01 % higher; the first one is the baseline.", flag="--recipe"),
     ] = (
         "bf16",
         "delayed",
@@ -133,8 +136,8 @@ class StudyPlan(Checked):
     seq_len: Annotated[int, Ge(2), About("Longest row, in tokens.")] = 128
     lr: Annotated[float, Gt(0), About("Peak learning rate.")] = 3e-4
     warmup_steps: Annotated[int | None, Ge(0), About("Steps in which it rises to that.", unset="3 % of all")] = None
-    final_lr: Annotated[float, Ge(0), Le(1), About("Where it ends, as a part of the peak.")] = 0.1
-    seed: Annotated[int, Ge(0), About("Of random weights and of the order of rows.")] = 0
+    final_lr: Annotated[float, Ge(0), Le(1), About("Final rate as a fraction of the peak.")] = 0.1
+    seed: Annotated[int, Ge(0), About("Seed of random weights and of the order of rows.")] = 0
     shape: Shape = field(default_factory=Shape)
     model: str | None = None
 
@@ -151,7 +154,7 @@ class StudyPlan(Checked):
         return max(1, self.steps // 20)
 
 
-# What `calibrate` is told for each method: fields of CalibrationOptions and ScalingOptions.
+# The options of `calibrate` for each method: fields of CalibrationOptions and ScalingOptions.
 METHODS: dict[str, dict[str, Any]] = {
     "static": {},
     "static-search": {"input_scales": "search"},
@@ -182,14 +185,14 @@ class QualityOptions(Checked):
     )
     peers: Annotated[
         tuple[str, ...],
-        About("NAME=DIRECTORY of FP8 weights, or NAME=COMMAND that answers for itself.", flag="--peer", unset="none"),
+        About("NAME=DIRECTORY of FP8 weights, or NAME=COMMAND that measures itself.", flag="--peer", unset="none"),
     ] = ()
     data: Annotated[Files | None, About("File to calibrate on.", unset=SHIPPED, metavar="PATH")] = None
     holdout: Annotated[Files | None, About("File to measure on.", unset="a quarter of these", metavar="PATH")] = None
     samples: Annotated[int, Ge(1), About("Sequences to calibrate on.")] = 128
     measured: Annotated[int, Ge(2), About("Sequences to measure on.", flag="--measured")] = 64
     seq_len: Annotated[int, Ge(2), About("Longest sequence, in tokens.")] = 512
-    new: Annotated[int, Ge(0), About("Tokens decoded to measure the speed; 0: it is not measured.")] = 64
+    new: Annotated[int, Ge(0), About("Tokens decoded to measure the speed; 0: speed is not measured.")] = 64
     seed: Annotated[int, About("Seed of the choice of samples.")] = 0
 
     def __post_init__(self) -> None:
@@ -202,24 +205,24 @@ class QualityOptions(Checked):
 
 @dataclass(frozen=True)
 class ArmsPlan(Checked):
-    """Short trainings of a small model that are alike but for the recipe."""
+    """Short trainings of a small model that differ only in the recipe."""
 
     steps: Annotated[int, Ge(1), About("Optimizer steps of each run.")] = 600
     batch_size: Annotated[int, Ge(1), About("Rows in a step.")] = 2
     seq_len: Annotated[int, Ge(2), About("Longest row, in tokens.")] = 128
     lr: Annotated[float, Gt(0), About("Peak learning rate.")] = 3e-4
-    seeds: Annotated[int, Ge(1), About("How often, from other weights and in another order.")] = 3
+    seeds: Annotated[int, Ge(1), About("Number of repetitions, with other weights and in another order.")] = 3
     shape: Shape = field(default_factory=lambda: Shape.of(192, 4))
 
 
 @dataclass(frozen=True)
 class PartsPlan(ArmsPlan):
-    """What `bench parts` trains."""
+    """The trainings of `bench parts`."""
 
 
 @dataclass(frozen=True)
 class JumpsPlan(ArmsPlan):
-    """What `bench jumps` trains. jump: the step at which the activations jump, from 0."""
+    """The trainings of `bench jumps`. jump: the step at which the activations jump, from 0."""
 
     steps: Annotated[int, Ge(2), About("Optimizer steps of each run.")] = 160
     lr: Annotated[float, Gt(0), About("Peak learning rate.")] = 1e-3

@@ -1,9 +1,9 @@
-"""How many log-probabilities that a server returns over HTTP are, to the last bit, those that training computes.
+"""Counts how many log-probabilities of a server over HTTP equal those of training, to the last bit.
 
-A server is started for each recipe and each type of cache, and asked in every way in which a token can come to its
-log-probability: as part of a prompt that fits a step, of one that is cut into chunks, at decoding, behind a prefix that
-was found in the cache, and among strangers. Training computes the same tokens in one forward pass over whole rows. The
-recipe w8a16 does not train: there it is the same pass over the served weights (`fp8serve.log_probs`).
+A server is started for each recipe and each type of cache. It gets requests for every way in which a token's
+log-probability is computed: in a prompt that fits a step, in one that is cut into chunks, at decoding, after a prefix
+from the cache, and among other requests. Training computes the same tokens in one forward pass over whole rows. The
+recipe w8a16 does not train: there the same pass runs over the served weights (`fp8serve.log_probs`).
 """
 
 import tempfile
@@ -34,13 +34,13 @@ CACHES: tuple[Literal["bf16", "fp8"], ...] = ("bf16", "fp8")
 STEP_TOKENS = 64  # a longer prompt is cut into chunks
 NEW = 24
 TEXTS = (PASSAGE, "The capital of France is", "Once upon a time, in a lighthouse", "def fibonacci(n):\n    return")
-Post = Callable[[str, Any], Any]  # (route, body) -> what it answers
+Post = Callable[[str, Any], Any]  # (route, body) -> its answer
 LogProbs = Callable[[Sequence[Sequence[int]]], list[Tensor]]
 
 
 @dataclass(frozen=True)
 class Returned:
-    """What a server said of the last tokens of `ids`: their log-probabilities, in order."""
+    """A server's log-probabilities of the last tokens of `ids`, in order."""
 
     ids: Sequence[int]
     values: Sequence[float]
@@ -86,7 +86,7 @@ def served_as(recipe: str) -> str:
 
 
 def ask(post: Post, model: str | None, prompts: Sequence[Sequence[int]]) -> dict[str, list[Returned]]:
-    """By the way in which they came about. The first of `prompts` is longer than a step, the others are not."""
+    """By the way in which they were computed. The first of `prompts` is longer than a step, the others are not."""
     named = {} if model is None else {"model": model}
 
     def of_prompt(ids: Sequence[int]) -> Returned:
@@ -112,7 +112,7 @@ def ask(post: Post, model: str | None, prompts: Sequence[Sequence[int]]) -> dict
 
 
 def _cached(post: Post, named: Mapping[str, Any], answer: Returned) -> Returned:
-    """The last half of an answer anew, behind a prefix that the server has seen."""
+    """The last half of an answer again, after a prefix that the server has cached."""
     begun = len(answer.ids) - len(answer.values) // 2
     body = {"prompt": list(answer.ids[:begun]), "max_tokens": len(answer.ids) - begun, "logprobs": 0, "temperature": 0}
     found = post("/v1/completions", {**named, **body, "ignore_eos": True})
@@ -134,7 +134,7 @@ def training(model: Path, recipe: str, cache: Literal["bf16", "fp8"]) -> LogProb
 
 
 def compare(said: Mapping[str, Sequence[Returned]], trained: LogProbs) -> dict[str, Count]:
-    """Of every way how many values are equal."""
+    """For every way, how many values are equal."""
     return {way: _count(list(_pairs(returned, trained))) for way, returned in said.items()}
 
 

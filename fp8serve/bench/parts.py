@@ -1,10 +1,10 @@
-"""Which part of current scaling costs what: it is trained with parts left out, over several seeds.
+"""The cost of each part of current scaling: trainings with parts left out, over several seeds.
 
-Every arm starts from the same weights, and reads the same text in the same order. What separates two runs of BF16 whose
-rates differ by one part in ten thousand is chance, and BF16 is the mean of three such runs: a single one would carry
-its own chance into every distance. The final loss is that of the final weights on the same training rows, once under
-the arm's recipe and once in BF16: the first holds the error of the forward pass, the second only what training did.
-A study that was stopped goes on with the next run.
+Every arm starts from the same weights, and reads the same text in the same order. Two runs of BF16 whose rates differ
+by one part in ten thousand differ only by chance. BF16 is the mean of three such runs, because a single one would add
+its own chance to every distance. The final loss is that of the final weights on the same training rows, once under the
+arm's recipe and once in BF16: the first includes the error of the forward pass, the second only the effect of training.
+A study that was stopped continues with the next run.
 """
 
 import json
@@ -17,6 +17,7 @@ from typing import Any
 
 from fp8serve.bench.arms import Arm, Training, write_model
 from fp8serve.bench.options import PartsPlan
+from fp8serve.model.storage.files import whole_file
 
 Tell = Callable[[str, int, int], None]
 Losses = dict[str, float]  # "own": under the arm's recipe, "bf16", "running": mean of the last steps
@@ -65,15 +66,9 @@ def _kept(file: Path, shared: Mapping[str, Any], seed: int, plan: PartsPlan, tel
         for arm in (name for name in ARMS if name not in found):
             tell(f"seed {seed}, {arm}", seed * len(ARMS) + len(found), plan.seeds * len(ARMS))
             found[arm] = _run(Training(folder, plan, ARMS[arm], seed))
-            _write(file, {"plan": shared, "losses": found})
+            with whole_file(file) as new:  # a study may be stopped here, too
+                new.write_text(json.dumps({"plan": shared, "losses": found}, indent=1), encoding="utf-8")
     return found
-
-
-def _write(file: Path, value: Mapping[str, Any]) -> None:
-    """Whole or not at all: a study may be stopped here, too."""
-    new = file.with_suffix(".new")
-    new.write_text(json.dumps(value, indent=1), encoding="utf-8")
-    new.rename(file)
 
 
 def _run(training: Training) -> Losses:
@@ -83,7 +78,8 @@ def _run(training: Training) -> Losses:
 
 
 def distances(losses: Mapping[int, Mapping[str, Losses]], name: str, kind: str) -> dict[str, Any]:
-    """From the mean of the BF16 runs of the same seed, in percent; "error": of their mean, None of a single seed."""
+    """Distance from the mean of the BF16 runs of the same seed, in percent; "error": of their mean, None for a single
+    seed."""
     apart = [100 * (found[name][kind] / fmean(found[arm][kind] for arm in BF16) - 1) for found in losses.values()]
     error = stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else None
     return {"apart": apart, "mean": fmean(apart), "error": error}

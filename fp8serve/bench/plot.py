@@ -1,7 +1,7 @@
-"""Curves as one SVG file that stands alone: panels above each other over a common x axis, colours and text inside.
+"""Curves as one self-contained SVG file: panels above each other over a common x axis, with colours and text.
 
-For the documentation, where it is shown as an image: so it carries its own white background and needs no style sheet,
-script or font. Values that are not finite are gaps. The ticks are those of the calibration report's charts.
+The documentation shows it as an image, so it has its own white background and needs no style sheet, script or font.
+Values that are not finite are gaps. The ticks are those of the calibration report's charts.
 """
 
 import math

@@ -1,8 +1,8 @@
-"""What `bench serve` asks: random token ids, conversations in ShareGPT's form, or a file of prompts.
+"""The prompts of `bench serve`: random token ids, conversations in ShareGPT's form, or a file of prompts.
 
-A data set is shuffled by the seed; where it has fewer rows than are wanted, it is read again from its beginning.
-Lengths of ShareGPT's answers are counted by a tokenizer, and rows that are very short or very long are left out, both
-as `vllm bench serve` does.
+A data set is shuffled by the seed; if it has too few rows, it is read again from its beginning. Lengths of ShareGPT's
+answers are counted by a tokenizer, and rows that are very short or very long are left out, both as `vllm bench serve`
+does.
 """
 
 import json
@@ -28,7 +28,7 @@ class Prompt:
 
 
 def prompts(load: Load, tokenizer: Path | None) -> list[Prompt]:
-    """`load.num_prompts` of them. DataError for a file that is not what it should be, JobError for what is missing."""
+    """`load.num_prompts` of them. DataError for an invalid file, JobError for a missing option."""
     if load.dataset == "random":
         if load.api == "chat":
             raise JobError("Random prompts are token ids, which chat does not take; give a --dataset with texts.")

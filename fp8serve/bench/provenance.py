@@ -1,4 +1,4 @@
-"""Where figures come from: the command, the date, the machine, the versions and the commit; goes into every result."""
+"""The origin of figures: the command, the date, the machine, the versions and the commit; part of every result."""
 
 import datetime
 import platform
@@ -11,7 +11,7 @@ from fp8serve.doctor import examine
 
 
 def provenance(command: str) -> dict[str, Any]:
-    """What a reader needs to repeat or to doubt a figure. `commit` is null outside a git checkout."""
+    """Everything that a reader needs to repeat or to question a figure. `commit` is null outside a git checkout."""
     found = examine()
     cpu, torch = found["cpu"], found["torch"]
     return {
@@ -32,7 +32,8 @@ def provenance(command: str) -> dict[str, Any]:
 
 
 def commit(folder: Path) -> str | None:
-    """The commit that `folder` is checked out at, with "+" when files differ from it; None when it is no checkout."""
+    """The commit that `folder` is checked out at, with "+" when files differ from it; None when it is not a
+    checkout."""
     described = _git(folder, "rev-parse", "--short=12", "HEAD")
     if described is None:
         return None
@@ -48,7 +49,7 @@ def _git(folder: Path, *args: str) -> str | None:
 
 
 def one_line(found: dict[str, Any]) -> str:
-    """For people: above every table."""
+    """Readable text for the head of every table."""
     return (
         f"{found['cpu']}, {found['cores']} cores, {found['threads']} threads; Python {found['python']}, torch "
         f"{found['torch']}, fp8serve {found['fp8serve']} at {found['commit'] or 'no commit'}; {found['date']}"

@@ -1,8 +1,8 @@
-"""What each method costs in quality, and what it saves: one model, held-out documents, bytes and decoding speed.
+"""The cost of each method in quality, and its savings: one model, held-out documents, bytes and decoding speed.
 
-Every method's directory is made by `calibrate`, as a user would make it, and stays below `out`, as the figures do; a
-second call makes and measures only what is missing. All are read as they are served, and compared with the model in
-BF16 document by document (documents.py), peers among them (quality_peers.py). Speed is that of the engine at batch 1,
+`calibrate` makes every method's directory as a user would, and the directories and figures stay below `out`; a second
+call makes and measures only what is missing. All models, including peers (quality_peers.py), are read as they are
+served, and compared with the model in BF16 document by document (documents.py). Speed is that of the engine at batch 1,
 one after the other.
 """
 
@@ -74,7 +74,7 @@ def study(model: Path, out: Path, asked: QualityOptions, tell: Tell) -> dict[str
 
 @dataclass(frozen=True)
 class _Study:
-    """What all rows have in common. data, held_out: files to calibrate on and to measure on."""
+    """The common settings of all rows. data, held_out: files to calibrate on and to measure on."""
 
     model: Path
     out: Path
@@ -84,7 +84,7 @@ class _Study:
     held_out: tuple[str, ...]
 
     def kept(self, name: str, place: str, make: Callable[[], Row]) -> Row:
-        """A row as an earlier call found it, or as it is found now: a peer that fails costs no other row."""
+        """A row from an earlier call, or measured now; a peer that fails does not affect other rows."""
         file = self.out / "rows" / f"{name.replace('/', '_')}.json"
         if file.exists() and (found := json.loads(file.read_text(encoding="utf-8")))["of"] == self._of(name, place):
             return TypeAdapter(Row).validate_python(found["row"])
@@ -94,14 +94,14 @@ class _Study:
         return row
 
     def _of(self, name: str, place: str) -> dict[str, Any]:
-        """What a row was found for: weights that were written since give another one. A program is its command."""
+        """The key of a row: weights that were written since give another key. The key of a program is its command."""
         directory = self.model if name == REFERENCE else Path(place or self.out / name)
         files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(directory.glob("*.safetensors"))]
         return {"place": place, "new": self.asked.new, "files": [list(file) for file in files]}
 
     @contextmanager
     def opened(self, name: str, place: str) -> Iterator[tuple[Model, int, Callable[[], float | None]]]:
-        """(model, bytes, what finds its tokens per second) of a method, or of the peer at `place`."""
+        """(model, bytes, function for its tokens per second) of a method, or of the peer at `place`."""
         if place and not Path(place).is_dir():
             with running(name, place) as peer:
                 yield peer, peer.bytes, lambda: self._speed_of(peer)
@@ -124,7 +124,7 @@ class _Study:
         return directory
 
     def samples(self) -> list[Sample]:
-        """Those that are measured."""
+        """The documents that are measured."""
         vocabulary = json.loads((self.model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
         tokenizer, asked = Tokenizer.from_dir(self.model), self.asked
         return load_samples(
@@ -147,7 +147,7 @@ class _Study:
 
 
 def _same_settings(file: Path, model: Path, asked: QualityOptions) -> None:
-    """Methods and peers may be added from call to call; what they are made of and measured on may not change."""
+    """Methods and peers may be added from call to call; the calibration and measurement data may not change."""
     here = {k: v for k, v in asdict(asked).items() if k not in ("methods", "peers", "new")} | {"model": str(model)}
     here = json.loads(json.dumps(here))
     before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else here

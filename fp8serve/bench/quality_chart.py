@@ -1,4 +1,4 @@
-"""Every model of a quality study in a row of its own: its divergence with an interval, its bytes, its speed."""
+"""A chart with one row per model of a quality study: its divergence with an interval, its bytes, its speed."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,6 +1,6 @@
-"""Another tool's model beside ours: a directory that fp8serve can read, or a program that answers in its own way.
+"""Another tool's model beside ours: a directory that fp8serve can read, or a program that runs the model itself.
 
-A program is asked in lines of JSON and answers each with one. First it says, unasked, what it is:
+A program gets requests as lines of JSON and answers each with one. First it describes itself, without a request:
 
     <- {"bytes": 144811648, "name": "llama.cpp Q8_0, llama-cpp-python 0.3.2"}
     -> {"ids": [1, 5, 9], "logits": "/tmp/x.npy"}     it writes FP32 [tokens, vocabulary] there
@@ -46,7 +46,7 @@ def running(name: str, command: str) -> "Iterator[Program]":
 
 
 class Program:
-    """A running peer. folder: where it writes logits, and where `stderr` is what it has complained of."""
+    """A running peer. folder: it writes logits there, and `stderr` there has its error output."""
 
     def __init__(self, name: str, process: "subprocess.Popen[str]", folder: Path) -> None:
         self.name, self._process, self._folder = name, process, folder
@@ -68,7 +68,7 @@ class Program:
             raise JobError(f"The peer {self.name} wrote no logits that can be read: {error}.") from None
 
     def tokens_per_second(self, prompt: Sequence[int], new: int) -> float:
-        """Of greedy decoding at batch 1."""
+        """The speed of greedy decoding at batch 1."""
         return float(self._ask({"prompt": list(prompt), "new": new})["tokens_per_second"])
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class Program:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         except OSError:
-            pass  # it has ended; what it said last is read next
+            pass  # it has ended; its last output is read next
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:

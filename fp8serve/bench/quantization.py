@@ -1,9 +1,9 @@
-"""What a cast costs: E4M3, E5M2 and INT8 on Gaussian values, on Gaussian values with outliers, and on activations.
+"""The error of a cast: E4M3, E5M2 and INT8 on Gaussian values, on Gaussian values with outliers, and on activations.
 
 Every tensor is quantized with a scale from its own amax, once for the whole tensor and once per row, and dequantized.
-SQNR = 10 log10(sum x^2 / sum (x - x_dq)^2) in dB, sums in FP64. Because a few outliers carry most of the power, the
-SQNR of the other elements is given too: that is what an outlier costs its neighbours. INT8 is symmetric, round to
-nearest even, -127..127: a uniform grid, the best there is for values of one magnitude; FP8 has finer steps near zero.
+SQNR = 10 log10(sum x^2 / sum (x - x_dq)^2) in dB, sums in FP64. Because a few outliers have most of the power, the SQNR
+of the other elements is given, too: it shows what an outlier costs its neighbours. INT8 is symmetric, round to nearest
+even, -127..127: a uniform grid, which is best for values of one magnitude; FP8 has finer steps near zero.
 
 Known result (Kuzmin et al. 2022, van Baalen et al. 2023): INT8 wins on Gaussian values, FP8 E4M3 as soon as there are
 outliers, E5M2 never on well-behaved tensors.

@@ -1,4 +1,4 @@
-"""Training studies of several seeds, together: how far from BF16 does a recipe end, and how far does chance carry it?
+"""Combines training studies of several seeds: how far a recipe ends from BF16, and how much of that is chance.
 
 Two runs that round differently drift apart, so a single seed's distance is the recipe's cost plus chance. Over seeds,
 the mean of the distances estimates the cost; its error is the sample's standard deviation / sqrt(seeds).
@@ -19,7 +19,7 @@ Result = Mapping[str, Any]
 
 
 def read(files: Iterable[Path]) -> list[Result]:
-    """The studies, which must be of one plan but for the seed. Raises JobError where they are not."""
+    """The studies, which must have one plan except for the seed. Raises JobError if they do not."""
     results = [_study(path) for path in files]
     plans = [{k: v for k, v in r["plan"].items() if k not in ("seed", "recipes", "resumed")} for r in results]
     if len(results) < 2 or any(plan != plans[0] for plan in plans):
@@ -40,7 +40,8 @@ def _study(path: Path) -> Result:
 
 
 def combine(results: Sequence[Result]) -> dict[str, Any]:
-    """Per recipe but the first, and per kind of loss: the distances from the first in percent, and what they tell."""
+    """For each recipe after the first and each kind of loss: the distances from the first in percent, and their
+    statistics."""
     first, *others = results[0]["runs"]
     common = [name for name in others if all(name in r["runs"] for r in results)]
     return {

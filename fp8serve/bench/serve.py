@@ -1,9 +1,9 @@
-"""A server under load, as its clients see it: the figures of `vllm bench serve`, of any server with OpenAI's routes.
+"""A server under load, as its clients see it: the figures of `vllm bench serve`, for any server with OpenAI's routes.
 
-Time to first token (TTFT) ends with the first event that carries text; a token's own time (TPOT) is what follows, by
-the number of tokens less one; between two events lies one inter-token latency (ITL), and the last of them ends the
-whole answer (E2EL). Tokens are counted by the server's own `usage`, or by events where it tells none. Peers are thus
-measured by the same code; a client's share of the machine is part of what a user of it has.
+Time to first token (TTFT) ends with the first event that has text. Time per output token (TPOT) is the rest of the
+time, divided by the number of tokens less one. The time between two events is one inter-token latency (ITL), and the
+last event ends the whole answer (E2EL). Tokens are counted by the server's own `usage`, or by events if it sends none.
+The same code measures peers; the client's share of the machine is included, as it is for a user.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ LATENCIES = ("ttft", "tpot", "itl", "e2el")
 def measure(
     url: str, load: Load, tell: Tell, *, key: str | None = None, model: str | None = None, tokenizer: Path | None = None
 ) -> dict[str, Any]:
-    """Figures of all requests, sent after one that is not counted. `model`: the server's first, if not given.
+    """Figures of all requests; one before them is not counted. `model`: by default the server's first.
 
     ServerError when the server is not there or answers nothing at all.
     """
@@ -42,7 +42,7 @@ def measure(
 
 
 def figures(outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
-    """Of requests that took `seconds` together. ServerError when none was answered."""
+    """Figures of requests that took `seconds` together. ServerError when none was answered."""
     good = [outcome for outcome in outcomes if outcome.error is None]
     errors = list(dict.fromkeys(outcome.error for outcome in outcomes if outcome.error is not None))
     if not good:

@@ -1,9 +1,9 @@
-"""What drafts from the text so far bring (engine/drafting.py): four answers of one sequence, with drafts and without.
+"""The gain of drafts from the text so far (engine/drafting.py): four answers of one sequence, with drafts and without.
 
-Two repeat what they were given (a summary, an edit), one repeats itself (code), one has nothing to repeat (a story).
+Two answers repeat their prompts (a summary, an edit), one repeats itself (code), one has nothing to repeat (a story).
 The two engines take turns, answer by answer, and the time is that of decoding, from the first token on. A rate is that
-of the fastest round; how many times one is the other is the median over pairs, since both of a pair had the same
-minute. Answers end where the model ends them, or at the length asked for.
+of the fastest round; the speed-up is the median over pairs, because both of a pair ran in the same minute. Answers end
+where the model ends them, or at the requested length.
 """
 
 import time
@@ -46,15 +46,15 @@ def measure(
     tell: Callable[[str, int, int], None],
     *,
     speculative_tokens: int = 8,
+    draft_model: str | None = None,
     new: int = 128,
     rounds: int = 5,
     temperature: float = 0.0,
     **options: Any,
 ) -> dict[str, Any]:
     """`options`: those of the Engine. RequestError where the model's context does not hold a text and its answer."""
-    engines = [
-        Engine(model, max_num_seqs=1, speculative_tokens=tokens, **options) for tokens in (0, speculative_tokens)
-    ]
+    drafts: list[dict[str, Any]] = [{}, {"speculative_tokens": speculative_tokens, "draft_model": draft_model}]
+    engines = [Engine(model, max_num_seqs=1, **drafting, **options) for drafting in drafts]
     params = SamplingParams(max_new_tokens=new, temperature=temperature, seed=0)
     for engine in engines:
         engine.pack_weights()
@@ -67,7 +67,7 @@ def measure(
 
 
 def prompts(engine: Engine) -> dict[str, tuple[int, ...]]:
-    """By name; what is asked of a chat model in its template."""
+    """The prompts by name; for a chat model in its template."""
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise RequestError("The model directory has no tokenizer, and what is measured are texts.")
@@ -80,7 +80,7 @@ def prompts(engine: Engine) -> dict[str, tuple[int, ...]]:
 
 
 def summary(runs: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """Of pairs (plain, speculative) of what `_answer` gives."""
+    """Figures of pairs (plain, speculative) of results of `_answer`."""
     plain, speculative = ([pair[i] for pair in runs] for i in (0, 1))
     last, rates = speculative[-1], [len(run["tokens"]) - 1 for run in (plain[0], speculative[0])]
     return {
@@ -96,7 +96,7 @@ def summary(runs: list[list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def _answer(engine: Engine, prompt: tuple[int, ...], params: SamplingParams) -> dict[str, Any]:
-    """One answer, the seconds after its first token, and what was drafted for it."""
+    """One answer, the seconds after its first token, and its drafted tokens."""
     engine.add_request(Request("bench", prompt, params))
     while not (outputs := engine.step()):
         pass

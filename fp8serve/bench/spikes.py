@@ -2,9 +2,9 @@
 
 A stream of Gaussian tensors is quantized in E4M3 step by step with the product's own state and update. At step `START`
 the values are 100 times larger: in the scenario `once` for that step only, in `lasting` from then on. Delayed scaling
-quantizes that step with the scale of the steps before, so all but the smallest values saturate; the margin is room for
-just that. Afterwards the history remembers the spike for N steps: harmless in E4M3, whose precision is the same over 13
-binades, until small values reach the subnormals.
+quantizes that step with the scale of the steps before, so all but the smallest values saturate; a margin leaves room
+for this. Afterwards the history contains the spike for N steps. That is harmless in E4M3, whose precision is the same
+over 13 binades, until small values reach the subnormals.
 
 Per step: the fraction of elements beyond the range, and the SQNR in dB. Recovered: the SQNR is within 1 dB of what it
 was before the spike, and stays there.
@@ -63,7 +63,7 @@ def _run(scenario: str, history: int, margin: int, steps: int) -> Iterator[tuple
     for step in range(steps):
         larger = step == START or (scenario == "lasting" and step > START)
         x = torch.randn(ELEMENTS, generator=generator) * (FACTOR if larger else 1.0)
-        if step == 0:  # the first step would be taken at scale 1, which is not the question here
+        if step == 0:  # the first step would run at scale 1, which is not studied here
             state.stage(x.abs().max())
             update([Entry(state, _MAX)], recipe)
         scale = state.scale.clone()
@@ -90,7 +90,7 @@ def chart(cases: Sequence[Mapping[str, Any]]) -> str:
 
 
 def margin_chart(cases: Sequence[Mapping[str, Any]]) -> str:
-    """What a margin buys at the spike and costs before and after it."""
+    """What a margin gains at the spike and costs before and after it."""
     curves = {"before": "before_db", "at the spike": "spike_db", "worst after": "worst_after_db"}
     lost = [(float(case["margin"]), 100 * case["spike_saturated"]) for case in cases]
     panels = [

@@ -1,8 +1,8 @@
-"""Requests sent at their times, and when each of their answers' events arrived.
+"""Sends requests at their times, and records when each event of their answers arrives.
 
 Requests arrive at random intervals of a gamma distribution, whose shape is the burstiness: 1 is a Poisson process, less
-is burstier, more is more even. They are stretched to the duration that the rate promises, as `vllm bench serve` does.
-A request that is refused or breaks off is counted, and the others go on.
+is burstier, more is more even. They are stretched to the duration that follows from the rate, as in `vllm bench serve`.
+A request that is refused or breaks off is counted, and the others continue.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ Done = Callable[[], None]
 
 @dataclass
 class Outcome:
-    """Of one request: seconds from its sending to each event with text, and to its end."""
+    """For one request: seconds from its sending to each event with text, and to its end."""
 
     arrivals: list[float] = field(default_factory=list)
     seconds: float = math.nan
@@ -39,7 +39,7 @@ class Outcome:
 def send(
     url: str, key: str | None, bodies: Sequence[dict[str, Any]], load: Load, done: Done
 ) -> tuple[list[Outcome], float]:
-    """The outcomes of all requests, and how long they took together, after one that is not counted.
+    """The outcomes of all requests, and their total time; one request before them is not counted.
 
     ServerError when that one fails.
     """
@@ -103,7 +103,7 @@ async def _ask(client: "AsyncClient", url: str, place: str, body: dict[str, Any]
 
 
 def _take(outcome: Outcome, event: dict[str, Any], at: float) -> bool:
-    """Adds an event that arrived `at`; whether it ends an answer."""
+    """Adds an event that arrived `at`; returns whether it ends an answer."""
     try:
         usage = event.get("usage") or {}
         outcome.input_tokens = usage.get("prompt_tokens") or outcome.input_tokens

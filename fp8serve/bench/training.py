@@ -1,15 +1,15 @@
-"""One model trained from the same weights, on the same text in the same order, under every recipe.
+"""Trains one model from the same weights, on the same text in the same order, under every recipe.
 
 The question is whether FP8 training ends where BF16 training ends. Everything but the recipe is equal: initial weights,
 rows, order, learning rates, FP32 master weights and moments. The product's own `Trainer` runs, as a user would run it.
 Each run leaves a checkpoint half-way; one of them is afterwards continued in a directory of its own, and its last
 checkpoint must have the bytes of the uninterrupted run.
 
-Compared are three losses. The *final loss* is that of the final weights on 1,024 of the training rows, the same ones
+Three losses are compared. The *final loss* is that of the final weights on 1,024 of the training rows, the same ones
 for every recipe. The *running loss* is the mean over the last steps of each step's own batch, taken while the weights
-still move: a twentieth of the steps sees few rows. The *held-out loss* is that of the final weights on other text.
-A study that was stopped goes on where it was: finished runs are read from their curve file. How far apart two runs end
-that do the same but for a trifle, says the twin of the BF16 run.
+still move: a twentieth of the steps sees few rows. The *held-out loss* is that of the final weights on other text. A
+study that was stopped resumes: finished runs are read from their curve file. The twin of the BF16 run shows how far
+apart two almost identical runs end.
 """
 
 import json
@@ -38,7 +38,7 @@ FINAL_ROWS = 1024  # of the training data, on which final weights are compared
 class Curve:
     """One run: the training loss of every step, (step, loss) on held-out text, and tokens per second of the median.
 
-    final: the loss of the final weights on FINAL_ROWS training rows; NaN where nobody has asked for it.
+    final: the loss of the final weights on FINAL_ROWS training rows; NaN if it was not computed.
     """
 
     train: list[float]
@@ -67,7 +67,7 @@ def study(out: Path, plan: StudyPlan, tell: Tell) -> dict[str, Any]:
 
 
 def _same_plan(path: Path, plan: StudyPlan) -> None:
-    """Which recipes are run may differ from call to call; so two calls can share the work."""
+    """The recipes may differ from call to call, so that two calls can share the work."""
     here = _shared(asdict(plan))
     if path.exists() and _shared(asdict(StudyPlan()) | json.loads(path.read_text())) != here:
         raise JobError(f"{path.parent} holds a study with other settings; use another directory.")
@@ -79,7 +79,7 @@ def _shared(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_text(out: Path, plan: StudyPlan) -> dict[str, Any]:
-    """The model directory and the text files, once; and what the text is."""
+    """Makes the model directory and the text files, once; returns a description of the text."""
     train, held_out = corpus()
     write_texts(out / "train.jsonl", train)
     write_texts(out / "held-out.jsonl", held_out)
@@ -121,7 +121,7 @@ def _config(out: Path, plan: StudyPlan, recipe: str, run: str) -> TrainConfig:
 
 
 def _curve(out: Path, plan: StudyPlan, recipe: str, tell: Tell) -> Curve:
-    """Train, or go on training, and read the curve back from the file that the events were appended to."""
+    """Train, or continue training, and read the curve back from the file to which the events were appended."""
     file = out / f"{recipe}.jsonl"
     if not (out / recipe / "model").exists():
         with file.open("a", encoding="utf-8") as lines:
@@ -137,21 +137,22 @@ def _curve(out: Path, plan: StudyPlan, recipe: str, tell: Tell) -> Curve:
 
 
 def _final_loss(out: Path, plan: StudyPlan, recipe: str) -> float:
-    """The loss of a finished run's last checkpoint under its recipe, scales frozen; found once and kept beside it."""
+    """The loss of a finished run's last checkpoint under its recipe, scales frozen; computed once and kept beside
+    it."""
     kept = out / f"{recipe}-final.json"
     if not kept.exists():
         config, source = _config(out, plan, recipe, recipe), out / recipe / "checkpoints" / f"step-{plan.steps}"
         setup = prepare(config, source, lambda event: None)
         state.restore(setup.forward, setup.optimizer, checkpoint.read_checkpoint(source))
-        rows = setup.rows[:: max(1, len(setup.rows) // FINAL_ROWS)][:FINAL_ROWS]  # from everywhere in the text
-        found = held_out_metrics(setup.forward, rows, plan.batch_size, config.device)
-        tokens = sum(row.trainable for row in rows)
-        kept.write_text(json.dumps({"rows": len(rows), "tokens": tokens, "loss": found["valid_loss"]}))
+        items = setup.items[:: max(1, len(setup.items) // FINAL_ROWS)][:FINAL_ROWS]  # from everywhere in the text
+        found = held_out_metrics(setup.method, setup.forward, items, plan.batch_size)
+        tokens = sum(item.trainable for item in items)
+        kept.write_text(json.dumps({"rows": len(items), "tokens": tokens, "loss": found["valid_loss"]}))
     return float(json.loads(kept.read_text())["loss"])
 
 
 def read_curve(file: Path, steps: int) -> Curve:
-    """The curve in a file of metrics events. Steps that a stopped run took twice count once, the last time."""
+    """The curve in a file of metrics events. Of a step that a stopped run took twice, only the last time counts."""
     events = {e["step"]: e for e in map(json.loads, file.read_text(encoding="utf-8").splitlines())}
     if missing := [s for s in range(1, steps + 1) if s not in events]:
         raise JobError(f"{file} lacks step {missing[0]}; remove the directory and run the study again.")
@@ -188,7 +189,7 @@ def _parameters(model: Path) -> int:
 
 
 def _resume(out: Path, plan: StudyPlan, tell: Tell) -> dict[str, Any]:
-    """Go on from the half-way checkpoint in another directory and compare every byte of the last checkpoint."""
+    """Resume from the half-way checkpoint in another directory and compare every byte of the last checkpoint."""
     half, run = plan.steps // 2, f"{plan.resumed}-resumed"
     source, target = out / plan.resumed / "checkpoints", out / run / "checkpoints"
     if not (target / f"step-{half}").exists():
@@ -210,7 +211,7 @@ def _differing(one: Path, other: Path) -> list[str]:
 
 
 def smoothed(values: Sequence[float], width: int) -> list[tuple[float, float]]:
-    """(step, mean of the `width` steps around it), one point for every half width: what a plot can show."""
+    """(step, mean of the `width` steps around it), one point for every half width, for plots."""
     stride = max(1, width // 2)
     return [
         (start + width / 2, sum(values[start : start + width]) / width)

@@ -1,9 +1,9 @@
 """A whole training step under a recipe and in BF16, taking turns in one process on one model.
 
 A step is what the trainer does for a batch: forward and backward pass, gradient norm and clipping, AdamW on the FP32
-masters. BF16 runs the same decoder with its weights cast to BF16, so the two differ in the linears alone. The
-machine's speed drifts and other work only ever makes a step slower: the fastest steps are compared, and the median of
-the ratios of neighbouring steps.
+masters. BF16 runs the same decoder with its weights cast to BF16, so the two differ in the linears alone. The machine's
+speed drifts, and other work can only make a step slower, so the fastest steps are compared, and the median of the
+ratios of neighbouring steps.
 """
 
 import time
@@ -29,7 +29,7 @@ def measure(
 ) -> Any:
     """Milliseconds of a step under each recipe and in BF16, and how many times as fast as BF16 that is.
 
-    rows: sequences of `seq_len` tokens in a step. RecipeError for a name that is none.
+    rows: sequences of `seq_len` tokens in a step. RecipeError for an unknown name.
     """
     decoder, batch = random_decoder(shape, seq_len), random_batch(shape, rows, seq_len)
     optimizer = Optimizer(
@@ -47,7 +47,7 @@ def measure(
 
 
 def summary(times: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
-    """Of each one's seconds: fastest and median in ms, and both against the baseline's (above 1 is faster)."""
+    """From each one's seconds: fastest and median in ms, and both relative to the baseline's (above 1 is faster)."""
     base = times[BASELINE]
     return {
         name: {

@@ -1,4 +1,4 @@
-"""What a training step needs, from nothing: a decoder with random weights, and a batch of random tokens."""
+"""The inputs of a training step: a decoder with random weights, and a batch of random tokens."""
 
 from dataclasses import asdict
 

@@ -1,4 +1,4 @@
-"""What was said so far: questions and answers in turn, and what the model was told before them."""
+"""The conversation so far: a system message, then questions and answers in turn."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ class Conversation:
         return found if question is None else [*found, {"role": "user", "content": question}]
 
     def save(self, file: Path) -> None:
-        """As one line of JSON, which `finetune --data` reads. An existing file is left alone."""
+        """Saves it as one line of JSON, which `finetune --data` reads. An existing file is not overwritten."""
         if not self.turns:
             raise RequestError("There is nothing to save yet.")
         try:

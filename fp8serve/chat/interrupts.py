@@ -1,4 +1,5 @@
-"""Ctrl-C while the engine computes: a step is finished first, because half a step would leave the engine unsound."""
+"""Ctrl-C while the engine computes: a step is finished first, because half a step would leave the engine
+inconsistent."""
 
 import signal
 from collections.abc import Callable, Iterator

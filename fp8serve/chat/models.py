@@ -1,4 +1,4 @@
-"""Who answers: an engine in this process, or a server."""
+"""The models that answer: an engine in this process, or a server."""
 
 import itertools
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ OWN_TEMPERATURE = 0.7
 
 @dataclass(frozen=True)
 class Asked:
-    """How an answer is to be sampled."""
+    """How an answer is sampled."""
 
     temperature: Annotated[
         float | None,
@@ -56,8 +56,8 @@ class RemoteModel:
 
 
 class LocalModel:
-    """A model directory, loaded into this process, whose prefixes are kept at the end of a `with`, if they are to be;
-    with the adapter of a directory, where one is given.
+    """A model directory, loaded into this process, optionally with the adapter of a directory. At the end of a `with`
+    its prefixes are stored if the options say so.
 
     ModelError: it has no chat template, or the adapter does not fit.
     """

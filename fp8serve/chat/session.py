@@ -1,7 +1,7 @@
-"""A chat at the terminal: what is typed is a question, or a command that begins with a slash.
+"""A chat at the terminal: each input is a question, or a command that begins with a slash.
 
-Answers appear as they come; what a model thinks, and the tools it calls, in dim letters before them. Nothing that goes
-wrong ends the chat: a question that got no answer is forgotten, and what was said before is kept.
+Answers appear as they come, after the model's reasoning and tool calls in dim letters. No error ends the chat: a
+question without an answer is dropped, and the conversation before it is kept.
 """
 
 import sys
@@ -26,7 +26,7 @@ class Session:
     def __init__(self, model: ChatModel, asked: Asked, system: str = "", read: Callable[[str], str] = input) -> None:
         self.model, self.asked, self.read = model, asked, read
         self.conversation = Conversation(system)
-        self._again = 0  # times that the last question was asked again: another seed each time
+        self._again = 0  # how often the last question was repeated, with another seed each time
         self._shown: str | None = None  # the kind of piece that was written last
 
     def run(self) -> None:
@@ -46,7 +46,7 @@ class Session:
             self.take(line)
 
     def take(self, line: str) -> None:
-        """One line of input. Says what is wrong with it, if anything."""
+        """One line of input. Reports an error in it."""
         try:
             if line.startswith("/"):
                 self._command(*line[1:].split(maxsplit=1))
@@ -71,7 +71,7 @@ class Session:
         print(f"/{'quit':{width}}  leave, as ctrl-D does; ctrl-C stops an answer")
 
     def reset(self, text: str) -> None:
-        """forget what was said; the system message stays"""
+        """forget the conversation; the system message stays"""
         self.conversation = Conversation(self.conversation.system)
         print("(a new conversation)")
 
@@ -102,7 +102,7 @@ class Session:
     # -- answers -------------------------------------------------------------------------------------------------------
 
     def _ask(self, question: str) -> bool:
-        """Whether there is an answer, whole or as far as it came before ctrl-C; it is then part of the conversation."""
+        """Whether there is an answer, whole or cut off by ctrl-C; if so it becomes part of the conversation."""
         seed = None if self.asked.seed is None else self.asked.seed + self._again
         said: list[str] = []
         self._shown = None

@@ -1,1 +1,1 @@
-"""The other side of HTTP: a client of our server, or of any that has OpenAI's routes. Without torch."""
+"""The client side of HTTP: a client of our server, or of any server with OpenAI's routes. Without torch."""

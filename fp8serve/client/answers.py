@@ -1,6 +1,6 @@
-"""The pieces of a chat answer, as they come: text, what the model thinks before it answers, calls of tools.
+"""The pieces of a chat answer, as they come: text, reasoning, tool calls.
 
-Servers spell the second in two ways (`reasoning_content`, `reasoning`). Calls come in fragments, the name first.
+Servers use two names for reasoning (`reasoning_content`, `reasoning`). Calls come in fragments, the name first.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ Kind = Literal["text", "reasoning", "tool"]
 class Piece:
     kind: Kind
     text: str
-    opens: bool = False  # a call of a tool: `text` is its name, and what follows are its arguments
+    opens: bool = False  # a tool call: `text` is its name, and the following pieces are its arguments
 
 
 def chat_pieces(api: Api, body: dict[str, Any]) -> Iterator[Piece]:

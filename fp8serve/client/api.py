@@ -1,7 +1,8 @@
 """A server as its client sees it: JSON, uploads and event streams; ours, or any other that has OpenAI's routes.
 
-Every failure is a ServerError of one sentence: nobody listens, the URL or the key is wrong, the server refuses (then in
-its own words), or it breaks off. Proxies of the environment are used, as other programs do, but not to this machine.
+Every failure is a ServerError of one sentence: there is no server, the URL or the key is wrong, the server refuses
+(then in its own words), or it breaks off. Proxies from the environment are used, as in other programs, but not for this
+machine.
 """
 
 import json
@@ -18,13 +19,13 @@ if TYPE_CHECKING:
     from httpx2 import Response, ServerSentEvent
 
 CONNECT_SECONDS = 10.0
-SILENT_SECONDS = 600.0  # a long prompt on a slow machine says nothing for minutes
+SILENT_SECONDS = 600.0  # with a long prompt on a slow machine nothing arrives for minutes
 LOCAL = ("localhost", "127.0.0.1", "::1")
 KEY_HINT = "give the right one with --api-key-file or in FP8SERVE_API_KEY"
 
 
 class Api:
-    """One server. `url` with or without /v1. RequestError for a URL or a key that can be none."""
+    """One server. `url` with or without /v1. RequestError for an invalid URL or key."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
         import httpx2
@@ -48,6 +49,11 @@ class Api:
         with failures(self.url):
             return answered(self._client.post(self.url + path, content=as_json(body), headers=JSON))
 
+    def delete(self, path: str) -> Any:
+        """The JSON that DELETE answers."""
+        with failures(self.url):
+            return answered(self._client.delete(self.url + path))
+
     def upload(self, file: Path) -> str:
         """The id under which the server keeps a file of training data. DataError: it cannot be read."""
         try:
@@ -59,7 +65,7 @@ class Api:
         return member(kept, "id", "file")
 
     def events(self, path: str, body: Any = None) -> Iterator["ServerSentEvent"]:
-        """The events that a GET, or a POST of `body`, is answered with, as they come."""
+        """The events in the answer to a GET, or to a POST of `body`, as they come."""
         asked: dict[str, Any] = {} if body is None else {"method": "POST", "content": as_json(body), "headers": JSON}
         with failures(self.url), self._client.sse(self.url + path, **asked) as source:
             if source.response.status_code != 200:
@@ -68,7 +74,7 @@ class Api:
             yield from source
 
     def objects(self, path: str, body: Any) -> Iterator[dict[str, Any]]:
-        """The JSON objects of a stream in OpenAI's manner, which says [DONE] at its end."""
+        """The JSON objects of a stream in OpenAI's form, which ends with [DONE]."""
         with closing(self.events(path, body)) as events:  # type: ignore[type-var]  # a generator
             for event in events:
                 if event.data == "[DONE]":
@@ -147,7 +153,7 @@ def answered(response: "Response") -> Any:
 
 
 def refusal(response: "Response") -> ServerError:
-    """What a status that is no success means. The body has been read."""
+    """The error for a status other than success. The body has been read."""
     status, (said, code) = response.status_code, _complaint(response)
     if status in (401, 403):
         sentence = f"The server refuses the key, or the lack of one ({said or status}); {KEY_HINT}."
@@ -175,7 +181,7 @@ def _complaint(response: "Response") -> tuple[str, str | None]:
 
 
 def event_object(event: "ServerSentEvent") -> dict[str, Any]:
-    """The JSON object of an event. ServerError when it is none, or tells of an error."""
+    """The JSON object of an event. ServerError when it is not one, or reports an error."""
     try:
         found = event.json()
     except ValueError:
@@ -189,14 +195,14 @@ def event_object(event: "ServerSentEvent") -> dict[str, Any]:
 
 
 def member(answer: Any, name: str, what: str) -> str:
-    """A text of an answer. ServerError when the server named none."""
+    """A text field of an answer. ServerError when it is missing."""
     if not isinstance(answer, dict) or not isinstance(answer.get(name), str):
         raise ServerError(f"The server named no {what}; is it one of fp8serve?")
     return str(answer[name])
 
 
 def model_names(listed: Any) -> list[str]:
-    """Those of an answer of /v1/models. ServerError when it is none."""
+    """The models in an answer of /v1/models. ServerError when it is invalid."""
     try:
         return [str(model["id"]) for model in listed["data"]]
     except (TypeError, KeyError):

@@ -25,7 +25,7 @@ def complete(api: Api, model: str | None, prompts: Sequence[str], sampling: Mapp
 
 
 def _body(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema is spelt as OpenAI does it, a regular expression as vLLM does."""
+    """A schema is written in OpenAI's form, a regular expression in vLLM's."""
     found = {WIRE_NAMES.get(name, name): value for name, value in sampling.items()}
     if (schema := found.pop("json_schema", None)) is not None:
         form = {"name": "answer", "schema": json.loads(schema)}

@@ -1,4 +1,4 @@
-"""Fine-tune jobs of a server of ours: what the routes under /finetune and /models answer."""
+"""Fine-tune jobs of an fp8serve server, through the routes under /finetune and /models."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -13,7 +13,7 @@ PAGE = 100
 
 
 def place(job_id: str, action: str = "") -> str:
-    """The path of a job; an id is never more than one part of it."""
+    """The path of a job; an id is always a single component of it."""
     return "/finetune/" + quote(job_id, safe="") + action
 
 
@@ -36,14 +36,22 @@ def _page(answer: Any) -> dict[str, Any]:
 
 
 def one_job(answer: Any) -> Job:
-    """An answer that is a job."""
+    """Checks that an answer is a job."""
     member(answer, "status", "status of a job")
     member(answer, "id", "job")
     return dict(answer)
 
 
+def series(api: Api, job_id: str) -> list[dict[str, Any]]:
+    """The metrics of every reported step, oldest first."""
+    answer = api.get(place(job_id, "/metrics"))
+    if not isinstance(answer, dict) or not isinstance(answer.get("metrics"), list):
+        raise ServerError("The server named no metrics; is it one of fp8serve?")
+    return [dict(row) for row in answer["metrics"]]
+
+
 def follow(api: Api, job_id: str, tell: Callable[[dict[str, Any]], None]) -> str:
-    """Tells of every event of a job, those before included, until it has ended; returns its status then."""
+    """Reports every event of a job, including earlier ones, until it ends; returns its final status."""
     with closing(api.events(place(job_id, "/events"))) as events:  # type: ignore[type-var]  # a generator
         for event in events:
             found = event_object(event)

@@ -1,1 +1,2 @@
-"""The commands, one module each: options in, one function of another room called, a summary or JSON out."""
+"""The commands, one module each: each reads options, calls one function of another package, and prints a summary or
+JSON."""

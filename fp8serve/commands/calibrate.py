@@ -1,9 +1,8 @@
 """Write MODEL in FP8, with scales from sample data.
 
-Writes a directory that every FP8 server can load, scales.safetensors, calibration.json and report.html; the
-page also where --report says.
-All of --data makes scales, whatever the order of files and lines; quality is measured on other text: --holdout,
-or passages that ship with fp8serve.
+Writes a directory that every FP8 server can load, scales.safetensors, calibration.json and report.html; --report also
+writes the page elsewhere. Scales are made from all of --data, whatever the order of files and lines; quality is
+measured on other text: --holdout, or passages that ship with fp8serve.
 
 \b
 Examples:
@@ -50,10 +49,10 @@ def command(
 ) -> None:
     from fp8serve.calibration.page.pages import html_report
     from fp8serve.calibration.pipeline import calibrate
-    from fp8serve.calibration.ranks import torchrun
     from fp8serve.calibration.report import summary_table
     from fp8serve.engine.task import task_of
     from fp8serve.hub import find_model
+    from fp8serve.ranks import torchrun
 
     check_report(report_file)
     directory, recipe = find_model(model), scaling().recipe

@@ -1,7 +1,7 @@
-"""Chat with a model in the terminal: one that is loaded here, or one that a server serves.
+"""Chat in the terminal with a model that is loaded here or served by a server.
 
-At a terminal, /help lists the commands; ctrl-C stops an answer, ctrl-D leaves. Where standard input is no terminal, its
-text is one question, or one for each line with --by-line, and nothing but the answers goes to standard output.
+At a terminal, /help lists the commands; ctrl-C stops an answer, ctrl-D leaves. If standard input is not a terminal, its
+text is one question, or one per line with --by-line, and only the answers go to standard output.
 
 \b
 Examples:
@@ -38,7 +38,7 @@ def command(
     engine: Chosen[EngineOptions],
     model: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="What to load, as for serve.", show_default="none: give --server"),
+        typer.Argument(metavar="[MODEL]", help="Model to load, as for serve.", show_default="none: give --server"),
     ] = None,
     server: OtherServer = None,
     served: Served = None,
@@ -76,19 +76,19 @@ def _model(
     model: str | None, server: str | None, served: str | None, key_file: Path | None, engine: Chosen[EngineOptions],
     adapter: Path | None, talking: bool,
 ) -> "Iterator[ChatModel]":  # fmt: skip
-    """Whoever answers."""
+    """The model that answers."""
     from fp8serve.chat.models import LocalModel, RemoteModel
 
     if server is not None:
         with connected(server, key_file) as api:
             yield RemoteModel(api, served)
     else:
-        from fp8serve.hub import find_model
+        from fp8serve.hub import draft_found, find_model
 
-        directory = find_model(str(model))
+        directory, options = find_model(str(model)), draft_found(engine.values)
         if talking:
             remark(f"Loading {directory} ...")
-        with LocalModel(directory, engine.values, adapter) as local:
+        with LocalModel(directory, options, adapter) as local:
             yield local
 
 

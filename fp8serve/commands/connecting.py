@@ -1,4 +1,4 @@
-"""What commands share that talk to a server: its URL, the key, and a stop that leaves nothing half-open."""
+"""The common options of commands that talk to a server: its URL and the key; and a clean stop."""
 
 import signal
 from collections.abc import Iterable, Iterator
@@ -22,7 +22,7 @@ Served = Annotated[
 ]
 KeyFile = Annotated[
     Path | None,
-    typer.Option(help="File that holds the server's key, and nothing else.", show_default="FP8SERVE_API_KEY"),
+    typer.Option(help="File that contains only the server's key.", show_default="FP8SERVE_API_KEY"),
 ]
 
 AdapterDir = Annotated[
@@ -33,7 +33,7 @@ AdapterDir = Annotated[
 
 @contextmanager
 def connected(server: str, key_file: Path | None) -> Iterator[Api]:
-    """The server, while the block runs, which SIGTERM leaves."""
+    """The server, inside a block that SIGTERM leaves."""
     with leaving_at_sigterm(), Api(server, find_key(None, key_file)) as api:
         yield api
 
@@ -53,7 +53,7 @@ def _leave(number: int, frame: object) -> NoReturn:
 
 
 def given(context: typer.Context, names: Iterable[str]) -> list[str]:
-    """Those of the parameters that stand on the command line."""
+    """The parameters that were given on the command line."""
     sources = {name: context.get_parameter_source(name) for name in names}
     return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
 

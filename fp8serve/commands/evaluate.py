@@ -1,7 +1,7 @@
 """Measure what FP8 costs in quality.
 
-Perplexity; with --against also KL divergence, top-1 agreement and the noise of each layer. Of a model that embeds or
-scores: how far its vectors and scores moved, and whether the same texts are found.
+Measures perplexity; with --against also KL divergence, top-1 agreement and the noise of each layer. For a model that
+embeds or scores it measures how far vectors and scores moved, and whether the same texts are found.
 
 \b
 Examples:
@@ -53,7 +53,7 @@ def command(
         return _encoder(context, directory, reference, dict(options.values), (model, against), report_file, json)
     with stages("Evaluating") as progress:
         report = evaluate(directory, against=reference, progress=progress, command=typed(context), **options.values)
-    report = replace(report, model=model, against=against)  # as they were named: a directory may lie in a cache
+    report = replace(report, model=model, against=against)  # as the user named them: a directory may be in a cache
     write_report(report_file, lambda: html_evaluation(report))
     print_report(report, eval_table, json)
     return None

@@ -1,83 +1,126 @@
 """Fine-tune MODEL in FP8 on your own data.
 
-The result carries the scales that training kept: no calibration is needed before serving it. Interrupted
-(ctrl-C, SIGTERM), it writes a checkpoint first; the same command again goes on from there, with more --max-steps
-or --epochs beyond its end. Killed, it loses what came after its last checkpoint. --dry-run trains nothing: it reads
-all data, and prints every row that is wrong, the steps, the memory that they take, and what is learnt of the first row.
+The result has the scales from training, so no calibration is needed before serving it. An interrupted run (ctrl-C,
+SIGTERM) first writes a checkpoint; the same command continues from there, and with more --max-steps or --epochs also
+beyond the end of a finished run. A killed run loses everything after its last checkpoint. --dry-run trains nothing: it
+reads all data and prints every invalid row, the number of steps, the memory that they take, and the learnt part of the
+first row. `fp8serve jobs metrics` and `jobs plot` show what the run in a directory has reported.
 
 \b
 Examples:
   fp8serve finetune ./llama --data chats.jsonl --out ./run --dry-run
   fp8serve finetune ./llama --data chats.jsonl --out ./run
   fp8serve finetune ./llama-fp8 --data chats.jsonl --out ./run --epochs 3 --lr 1e-5
+  fp8serve finetune ./llama --method dpo --data pairs.jsonl --out ./run --lr 1e-6
+  fp8serve finetune ./llama --method grpo --data prompts.jsonl --reward reward.py --out ./run --lr 1e-6
   fp8serve finetune ./llama --data chats.jsonl --out ./run --recipe-option fp8_dpa=true --recipe-option margin=1
+  fp8serve finetune ./llama --data chats.jsonl --out ./run --procs 2 --accumulate 4
+  torchrun --nnodes 2 --nproc-per-node 8 ... -m fp8serve finetune ./llama --data chats.jsonl --out ./run --accumulate 16
   fp8serve serve ./run/model
 """
 
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fp8serve.commands import dry_runs, job_series
 from fp8serve.commands.from_options import Chosen, with_options
-from fp8serve.terminal import Advance, AsJson, Model, print_json, printable, progress, remark
+from fp8serve.errors import Fp8ServeError, GroupError, JobError
+from fp8serve.terminal import Advance, AsJson, Model, print_json, progress, remark
 from fp8serve.train.config import TrainConfig
+from fp8serve.train.event_log import EVENTS, logged
+from fp8serve.train.events import Event
+from fp8serve.train.series import of_run
 
 if TYPE_CHECKING:
-    from fp8serve.train.validate import ValidationReport
+    from fp8serve.ranks import Ranks
 
-LEARNT = ("»", "«")
+STOPPED = 130  # exit status
 
 
 @with_options()
 def command(
     model: Model,
     options: Chosen[TrainConfig],
+    procs: Annotated[
+        int, typer.Option(min=1, help="Processes of this machine that divide the microbatches of a step among them.")
+    ] = 1,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only look at the data, and say what the run takes.")
+        bool, typer.Option("--dry-run", help="Only check the data, and print what the run takes.")
     ] = False,
     json: AsJson = False,
 ) -> None:
     from fp8serve.hub import find_model
+    from fp8serve.ranks import torchrun
 
-    config = options(model=str(find_model(model)))
-    _dry_run(config, json) if dry_run else _run(config, json)
+    if dry_run:
+        return _dry_run(options(model=str(find_model(model))), json)
+    with torchrun(str(options.values.get("device", "cpu"))) as ranks:
+        config = options(model=str(find_model(model)))
+        if procs > 1:
+            return _run_group(config, json, procs)
+        status = _run(config, json, ranks)
+    if status and ranks.size == 1:  # torchrun would take it for a crash
+        raise typer.Exit(status)
+    return None
 
 
-def _run(config: TrainConfig, json: bool) -> None:
+def _run(config: TrainConfig, json: bool, ranks: "Ranks") -> int:
+    """The exit status of a run by this process, or by all ranks, of which rank 0 speaks."""
     from fp8serve.train.trainer import Trainer
 
-    with progress("Training") as advance, _stop_on_signal() as stopped:
-        result = Trainer(config).run(on_event=lambda event: _show(event, advance), stop=stopped)
-    print_json(vars(result)) if json else _summary(result)
-    if result.status == "stopped":
-        raise typer.Exit(130)
+    out = Path(config.out)
+    with progress("Training", ranks.first) as advance, logged(out / EVENTS) as log, _stop_on_signal() as stopped:
+
+        def tell(event: Event) -> None:
+            log(event)
+            _show(event, advance)
+
+        result = Trainer(config, ranks).run(on_event=tell, stop=stopped)
+    if ranks.first:
+        print_json(vars(result)) if json else _summary(result, out)
+    return STOPPED if result.status == "stopped" else 0
+
+
+def _run_group(config: TrainConfig, json: bool, procs: int) -> None:
+    from fp8serve.ranks import is_rank
+    from fp8serve.train.group import run_group
+    from fp8serve.train.trainer import check_processes
+
+    if is_rank():
+        raise JobError("torchrun has started the processes already; leave --procs out.")
+    check_processes(config, procs)
+    status = run_group(procs, "fp8serve.commands.finetune:as_rank", [config.to_json(), str(json)])
+    raise typer.Exit(STOPPED if status is None else status)
+
+
+def as_rank(arguments: list[str]) -> int:
+    """CONFIG JSON: train as one of the processes that `_run_group` has started."""
+    from fp8serve.ranks import torchrun
+
+    config = TrainConfig.from_json(arguments[0])
+    try:
+        with torchrun(config.device) as ranks:
+            return _run(config, arguments[1] == "True", ranks)
+    except GroupError:  # the group starts again
+        raise
+    except Fp8ServeError as error:
+        remark(f"fp8serve: {error}")
+        return 1
 
 
 def _dry_run(config: TrainConfig, json: bool) -> None:
     from fp8serve.train.validate import validate
 
     report = validate(config)
-    print_json(vars(report) | {"data": vars(report.data)}) if json else _print_report(report)
+    found = vars(report) | {"data": vars(report.data)}
+    print_json(found) if json else dry_runs.show(found)
     if not report.ok:
         raise typer.Exit(1)
-
-
-def _print_report(report: "ValidationReport") -> None:
-    for bad in report.bad_lines:
-        print(bad["message"])
-    if more := report.bad_line_count - len(report.bad_lines):
-        print(f"... and {more} more rows that are wrong")
-    data, memory = report.data, report.memory_bytes["total"]
-    print(
-        f"{data.rows} rows, {data.tokens} tokens, {report.trainable_fraction:.0%} of them learnt; "
-        f"{report.steps} steps; about {memory / 2**30:.1f} GiB of memory"
-    )
-    if report.sample:
-        print(f"The first row, with what is learnt between {LEARNT[0]} and {LEARNT[1]}:")
-        print(printable("".join(f"{LEARNT[0]}{text}{LEARNT[1]}" if learnt else text for text, learnt in report.sample)))
 
 
 def _show(event: dict[str, Any], advance: Advance) -> None:
@@ -86,7 +129,7 @@ def _show(event: dict[str, Any], advance: Advance) -> None:
         advance(event["step"], event["total_steps"])
 
 
-def _summary(result: Any) -> None:
+def _summary(result: Any, out: Path) -> None:
     if result.status == "stopped":
         print(
             f"Stopped after step {result.step} of {result.total_steps}; "
@@ -98,6 +141,7 @@ def _summary(result: Any) -> None:
             f"{result.step} steps, {result.trained_tokens} tokens in {result.seconds:.1f} s; "
             f"last loss {'not finite' if loss is None else f'{loss:.4f}'}; model in {result.model}"
         )
+    job_series.show_chart(of_run(out))
 
 
 @contextmanager

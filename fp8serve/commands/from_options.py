@@ -4,8 +4,8 @@
     def command(model: Model, sampling: Chosen[SamplingParams], json: AsJson = False) -> None:
         engine.generate(prompts, **sampling.values)
 
-A parameter that is a `Chosen` becomes an option for every field with an `About`; the keyword arguments of
-`with_options` are this command's own defaults. What was said is checked when the command calls it: `sampling()`.
+A `Chosen` parameter becomes an option for every field with an `About`; the keyword arguments of `with_options` are this
+command's own defaults. The values are checked when the command calls it: `sampling()`.
 """
 
 import inspect
@@ -21,7 +21,7 @@ from fp8serve.errors import RecipeError
 from fp8serve.options import Option, options_of
 
 T = TypeVar("T")
-MOST_SHOWN = 10**6  # bounds beyond it guard the machine; help would not be clearer with them
+MOST_SHOWN = 10**6  # larger bounds only guard the machine and are left out of the help
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Chosen(Generic[T]):
     values: Mapping[str, Any]
 
     def __call__(self, **more: Any) -> T:
-        """The options, with `more` that the command itself knows. Raises what `kind` raises."""
+        """The options, with `more` from the command itself. Raises what `kind` raises."""
         return self.kind(**{**self.values, **more})
 
 
 def with_options(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a command of a function that takes a `Chosen`; `defaults`: where the command's are its own."""
+    """Makes a command of a function that takes a `Chosen`; `defaults`: the command's own defaults."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(command, include_extras=True)
@@ -58,7 +58,7 @@ def with_options(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..
 def _parameters(
     command: Callable[..., None], kinds: Mapping[str, type], defaults: Mapping[str, Any]
 ) -> list[inspect.Parameter]:
-    """Those of `command`, with the options in place of each `Chosen`; typer wants keywords only."""
+    """The parameters of `command`, with the options in place of each `Chosen`; typer needs keyword-only ones."""
     found: list[inspect.Parameter] = []
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         if parameter.name in kinds:
@@ -97,7 +97,7 @@ def _shown(option: Option, default: Any) -> str | bool:
 
 
 def _typed(option: Option) -> tuple[Any, bool]:
-    """What one use of the option takes, and whether it may be used several times."""
+    """The type of the option's value, and whether the option may be repeated."""
     plain = option.about.narrowed or option.plain
     for kind in (plain, *get_args(plain)):  # Files, or Files | None
         if get_origin(kind) is tuple:
@@ -110,14 +110,14 @@ def _bare(kind: Any) -> Any:
 
 
 def _flags(option: Option, plain: Any) -> list[str]:
-    """None: typer's own, from the name. A switch has no opposite where it has a default."""
+    """None: typer's own flag, from the name. A switch with a default has no opposite."""
     if option.about.flag is not None:
         return [option.about.flag]
     return ["--" + option.name.replace("_", "-")] if plain is bool else []
 
 
 def _range(option: Option, plain: Any) -> dict[str, Any]:
-    """Typer refuses what is outside as wrong usage; the dataclass checks again, and the bounds that are not shown."""
+    """Typer refuses values outside as wrong usage; the dataclass checks again, including bounds that are not shown."""
     if get_origin(plain) is tuple or not {int, float} & {plain, *get_args(plain)}:
         return {}
     bounds = {"min": option.least, "max": option.most}
@@ -125,7 +125,7 @@ def _range(option: Option, plain: Any) -> dict[str, Any]:
 
 
 def _taken(kind: type, given: dict[str, Any]) -> dict[str, Any]:
-    """Moves the options of `kind` out of `given`; what was left out is left to the dataclass."""
+    """Moves the options of `kind` out of `given`; omitted ones are left to the dataclass."""
     values = [(option, given.pop(option.name)) for option in shown_options(kind)]
     return {o.name: _value(o, value) for o, value in values if value is not None and value != []}
 

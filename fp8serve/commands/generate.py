@@ -1,4 +1,4 @@
-"""Complete one or more prompts, with a model that is loaded here or one that a server serves.
+"""Complete one or more prompts with a model that is loaded here or served by a server.
 
 \b
 Examples:
@@ -6,6 +6,7 @@ Examples:
   fp8serve generate ./llama-fp8 --temperature 0.8 --seed 1 --json "One" "Two"
   fp8serve generate ./llama-fp8 --adapter ./run/model "Once upon a time"
   fp8serve generate ./llama-fp8 --speculative-tokens 8 < article.txt
+  fp8serve generate ./llama-fp8 --draft-model ./small-llama-fp8 "Once upon a time"
   echo "Once upon a time" | fp8serve generate ./llama-fp8 --recipe bf16
   fp8serve generate --server http://127.0.0.1:8000 "Once upon a time"
 """
@@ -32,7 +33,7 @@ def command(
     engine: Chosen[EngineOptions],
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="What to load, as for serve. With --server: the first prompt."),
+        typer.Argument(metavar="MODEL", help="Model to load, as for serve. With --server: the first prompt."),
     ] = None,
     prompts: Annotated[
         list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Read from standard input when none is given.")
@@ -49,22 +50,22 @@ def command(
         asked = ([] if model is None else [model]) + (prompts or [])
         chosen = given(context, (o.name for o in shown_options(SamplingParams)))
         wanted = {name: sampling.values[name] for name in {*chosen, "max_new_tokens", "temperature"}}
-        sampling()  # what is wrong with it is said here
+        sampling()  # its errors are reported here
         _show(_by_server(server, api_key_file, served, asked or [_from_stdin()], wanted), json)
         return
     refuse_given(context, ("served", "api_key_file"), "is for --server")
     if model is None:
         raise typer.BadParameter("give a MODEL to load, or the --server to ask")
-    from fp8serve.hub import find_model
+    from fp8serve.hub import draft_found, find_model
 
     directory, asked = find_model(model), prompts or [_from_stdin()]
     from fp8serve.engine.engine import Engine
 
-    running = Engine(directory, **engine.values)
+    running = Engine(directory, **draft_found(engine.values))
     name = None if adapter is None else running.load_adapter(adapter.name, adapter)["name"]
     done = running.generate(asked, adapter=name, **sampling.values)
     running.save_prefixes()
-    if running.options.speculative_tokens:
+    if running.options.drafted_tokens:
         print(_drafts(running.stats()), file=sys.stderr)
     _show([_as_dict(prompt, completion) for prompt, completion in zip(asked, done, strict=True)], json)
 

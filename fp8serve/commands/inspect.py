@@ -1,11 +1,11 @@
-"""Show every scale in a checkpoint, or what differs between two.
+"""Show every scale in a checkpoint, or the differences between two.
 
-What it scales, in which direction, its shape and values, where it came from, and its amax history as a row of bars.
-A scale that cannot be served is marked with "!" and the reason, and the exit status is 1; so it is for a model that
-cannot be loaded, whose scales are shown all the same.
+For each scale: what it scales, in which direction, its shape and values, where it came from, and its amax history as a
+row of bars. A scale that cannot be served is marked with "!" and the reason, and the exit status is 1. The status is
+also 1 for a model that cannot be loaded; its scales are still shown.
 
-With a second checkpoint: configuration, weights and scales that are not the same in both, the largest changes first,
-and what only one of them has. Scales more than a factor of 2 apart are marked with "!".
+With a second checkpoint: the configuration keys, weights and scales that differ, largest changes first, and those that
+only one checkpoint has. Scales more than a factor of 2 apart are marked with "!".
 
 \b
 Examples:
@@ -48,7 +48,7 @@ def command(
             help="Model as the other commands take it, scales.safetensors, or Transformer Engine state.",
         ),
     ],
-    other: Annotated[str | None, typer.Argument(metavar="OTHER", help="What to compare it with.")] = None,
+    other: Annotated[str | None, typer.Argument(metavar="OTHER", help="Checkpoint to compare it with.")] = None,
     report_file: ReportFile = None,
     json: AsJson = False,
 ) -> None:
@@ -80,7 +80,7 @@ def _show(path: Path, report_file: Path | None, json: bool) -> None:
 
 
 def _draw(path: Path, report_file: Path | None) -> None:
-    """The page of the calibration whose report lies in the directory."""
+    """The page of the calibration whose report is in the directory."""
     if report_file is None:
         return
     check_report(report_file)

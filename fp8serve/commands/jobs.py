@@ -1,25 +1,27 @@
-"""Fine-tune jobs of a server: start, watch and end them.
+"""Fine-tune jobs of a server: start, watch, end and delete them.
 
 \b
 Examples:
   fp8serve jobs submit chats.jsonl --epochs 3 --follow
   fp8serve jobs list --server http://127.0.0.1:8000
   fp8serve jobs follow JOB
+  fp8serve jobs plot JOB
   fp8serve models activate JOB
 """
 
 from copy import copy
 from dataclasses import field, make_dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from fp8serve.client import jobs as client
-from fp8serve.client.api import Api
+from fp8serve.client.api import Api, member
+from fp8serve.commands import dry_runs, job_series
 from fp8serve.commands.connecting import URL, KeyFile, Server, connected, given
 from fp8serve.commands.from_options import Chosen, with_options
+from fp8serve.model.text.data_files import DATA, local_file
 from fp8serve.options import options_of
 from fp8serve.server.schemas.wire_names import NOT_ON_THE_WIRE, WIRE_NAMES
 from fp8serve.terminal import AsJson, print_json, print_table, printable, progress, remark
@@ -31,7 +33,7 @@ JOB_OPTIONS = [option for option in options_of(TrainConfig) if option.name not i
 JobOptions: Any = make_dataclass(
     "JobOptions", [(o.name, o.kind, field(default_factory=partial(copy, o.default))) for o in JOB_OPTIONS]
 )
-"""Those of training that a server's clients decide; the server checks them."""
+"""The options of training that a server's clients may set; the server checks them."""
 
 
 @app.command("list")
@@ -41,7 +43,7 @@ def list_jobs(
     most: Annotated[int, typer.Option("--limit", min=1, help="Jobs to list, newest first.")] = 20,
     json: AsJson = False,
 ) -> None:
-    """The server's jobs, newest first.
+    """List the server's jobs, newest first.
 
     \b
     Examples:
@@ -58,7 +60,7 @@ def list_jobs(
 
 @app.command()
 def show(job: JobId, server: Server = URL, api_key_file: KeyFile = None, json: AsJson = False) -> None:
-    """One job: its state, its numbers, and why it failed if it did.
+    """Show one job: its state, its numbers, and the error if it failed.
 
     \b
     Examples:
@@ -73,39 +75,47 @@ def show(job: JobId, server: Server = URL, api_key_file: KeyFile = None, json: A
 @with_options()
 def submit(
     context: typer.Context,
-    data: Annotated[Path, typer.Argument(metavar="FILE", help="Training data: JSON lines or text.")],
+    data: Annotated[str, typer.Argument(metavar="FILE", help=DATA)],
     options: Chosen[JobOptions],
-    validation: Annotated[Path | None, typer.Option(metavar="FILE", help="Data to validate on.")] = None,
+    validation: Annotated[str | None, typer.Option(metavar="FILE", help="Data to validate on.")] = None,
     suffix: Annotated[str, typer.Option(help="Part of the result's name.")] = "",
     follow: Annotated[bool, typer.Option("--follow", help="Watch the job until it ends.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only check the data, and print what the job would take.")
+    ] = False,
     server: Server = URL,
     api_key_file: KeyFile = None,
     json: AsJson = False,
 ) -> None:
-    """Start a fine-tune on a file of data; what is not given is the server's default.
+    """Start a fine-tune on a file of data; options that are not given have the server's defaults.
 
     \b
     Examples:
       fp8serve jobs submit chats.jsonl --epochs 3 --lr 1e-5
       fp8serve jobs submit chats.jsonl --validation held-out.jsonl --follow
+      fp8serve jobs submit rows.parquet --dry-run
     """
     chosen = given(context, (option.name for option in JOB_OPTIONS))
     body = {WIRE_NAMES.get(name, name): options.values[name] for name in chosen}
     with connected(server, api_key_file) as api:
-        body["file_id"] = api.upload(data)
+        body["file_id"] = api.upload(local_file(data))
         if validation is not None:
-            body["validation_file_id"] = api.upload(validation)
-        job = client.one_job(api.post("/finetune", {**body, **({"suffix": suffix} if suffix else {})}))
+            body["validation_file_id"] = api.upload(local_file(validation))
+        body |= {"suffix": suffix} if suffix else {}
+        if dry_run:
+            return _print_dry_run(api.post("/finetune/validate", body), json)
+        job = client.one_job(api.post("/finetune", body))
         if follow:
             remark(f"Job {printable(job['id'])}")
             _watch(api, job["id"], json)
         else:
             _print(job, json)
+    return None
 
 
 @app.command()
 def follow(job: JobId, server: Server = URL, api_key_file: KeyFile = None, json: AsJson = False) -> None:
-    """Watch a job until it ends: its steps with their loss, and what else happens. Ctrl-C leaves the job running.
+    """Watch a job until it ends: its steps with their loss, and its other events. Ctrl-C leaves the job running.
 
     \b
     Examples:
@@ -118,7 +128,7 @@ def follow(job: JobId, server: Server = URL, api_key_file: KeyFile = None, json:
 
 @app.command()
 def cancel(job: JobId, server: Server = URL, api_key_file: KeyFile = None, json: AsJson = False) -> None:
-    """End a job; what it wrote stays.
+    """Cancel a job; the files that it wrote stay.
 
     \b
     Examples:
@@ -142,7 +152,7 @@ def pause(job: JobId, server: Server = URL, api_key_file: KeyFile = None, json: 
 
 @app.command()
 def resume(job: JobId, server: Server = URL, api_key_file: KeyFile = None, json: AsJson = False) -> None:
-    """Go on with a job that failed or is paused, from its last checkpoint.
+    """Continue a job that failed or is paused, from its last checkpoint.
 
     \b
     Examples:
@@ -150,6 +160,26 @@ def resume(job: JobId, server: Server = URL, api_key_file: KeyFile = None, json:
     """
     with connected(server, api_key_file) as api:
         _print(client.one_job(api.post(client.place(job, "/resume"))), json)
+
+
+@app.command()
+def delete(job: JobId, server: Server = URL, api_key_file: KeyFile = None, json: AsJson = False) -> None:
+    """Delete a job that has ended, with its result and its checkpoints.
+
+    \b
+    Examples:
+      fp8serve jobs delete JOB
+    """
+    with connected(server, api_key_file) as api:
+        answer = api.delete(client.place(job))
+    if json:
+        print_json(answer)
+    else:
+        print(f"{printable(member(answer, 'id', 'job'))} is deleted.")
+
+
+for command in (job_series.metrics, job_series.plot):
+    app.command()(command)
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------
@@ -171,7 +201,19 @@ def _watch(api: Api, job_id: str, json: bool) -> None:
             remark(f"The job goes on; fp8serve jobs cancel {printable(job_id)} ends it.")
             raise
     _print(client.one_job(api.get(client.place(job_id))), json)
+    if not json:
+        job_series.show_chart(list(client.series(api, job_id)))
     if status != "succeeded":
+        raise typer.Exit(1)
+
+
+def _print_dry_run(report: Any, json: bool) -> None:
+    """What `POST /finetune/validate` answers. Exit status 1 when a row is wrong."""
+    if json:
+        print_json(report)
+    else:
+        dry_runs.show(report)
+    if not report["ok"]:
         raise typer.Exit(1)
 
 

@@ -1,4 +1,4 @@
-"""API keys for a server's file of keys (`serve --api-keys`), which knows them by their hashes alone.
+"""Manage API keys in a server's file of keys (`serve --api-keys`), which holds only their hashes.
 
 \b
 Examples:
@@ -22,17 +22,17 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=__doc__)
 
 @app.command()
 def new(
-    name: Annotated[str, typer.Option(help="Of the key, in the file and the server's log.")],
-    tenant: Annotated[str, typer.Option(help="Whose key it is; keys of a tenant share its limits.")],
+    name: Annotated[str, typer.Option(help="Name of the key in the file and the server's log.")],
+    tenant: Annotated[str, typer.Option(help="Owner of the key; keys of a tenant share its limits.")],
     scope: Annotated[
         list[str], typer.Option(metavar="|".join(SCOPES), help="What the key may do; repeat for several.")
     ],
     file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Add the line to this file, which is made if need be.")
+        Path | None, typer.Option(metavar="FILE", help="Add the line to this file, which is created if necessary.")
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Make a key. It is shown here and nowhere else; the file gets its hash.
+    """Make a key. It is shown only here; the file gets its hash.
 
     \b
     Examples:
@@ -53,7 +53,8 @@ def new(
 
 
 def _add(name: str, line: str, file: Path) -> None:
-    """A line at the end of the file, if what comes of it is a file of keys. Raises MachineError or RequestError."""
+    """Adds a line at the end of the file, if the result is a valid file of keys. Raises MachineError or
+    RequestError."""
     if file.exists() and any(caller.name == name for caller in read_keys(file).digests.values()):
         raise RequestError(f"{file} has a key named {name}; choose another --name, or take its line out.")
     try:
@@ -73,7 +74,7 @@ def _add(name: str, line: str, file: Path) -> None:
 def list_keys(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The server's file of keys.")], json: AsJson = False
 ) -> None:
-    """What the keys of a file may do, and how much.
+    """List what the keys of a file may do, and their limits.
 
     \b
     Examples:

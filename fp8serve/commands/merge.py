@@ -1,7 +1,7 @@
-"""Write MODEL with the adapter ADAPTER in it, as a model of its own.
+"""Merge the adapter ADAPTER into MODEL and write the result as a new model.
 
-ADAPTER is what `finetune --lora-rank` or peft wrote. FP8 weights are rounded to FP8 again, with the scales that they
-have; where that takes too much of the adapter nothing is written. The result needs no calibration.
+ADAPTER is a directory that `finetune --lora-rank` or peft wrote. FP8 weights are rounded to FP8 again, with their
+existing scales; if the rounding loses too much of the adapter, nothing is written. The result needs no calibration.
 
 \b
 Examples:
@@ -28,7 +28,7 @@ def command(
     adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="Directory with adapter_config.json.")],
     out: Annotated[Path, typer.Option(help="Directory to write; it must not exist yet.")],
     max_lost: Annotated[
-        float, typer.Option(min=0, max=1, help="Largest share of the changed elements that rounding may put back.")
+        float, typer.Option(min=0, max=1, help="Largest share of the changed elements that rounding may restore.")
     ] = 0.5,
     json: AsJson = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""The models of a server: what it serves, and what it could. What changes them needs a key with the scope admin.
+"""Manage the models of a server. Changes need a key with the scope admin.
 
 \b
 Examples:
@@ -19,15 +19,16 @@ import typer
 from fp8serve.client.api import Api, member, model_names
 from fp8serve.commands.connecting import URL, KeyFile, Server, connected
 from fp8serve.commands.from_options import pairs
-from fp8serve.errors import ServerError
+from fp8serve.errors import RequestError, ServerError
 from fp8serve.terminal import AsJson, print_json, print_table, printable
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=__doc__)
+UNKNOWN: dict[str, Any] = {"model": None, "source": None, "served": None, "state": None, "base": None, "rank": None}
 
 
 @app.command("list")
 def list_models(server: Server = URL, api_key_file: KeyFile = None, json: AsJson = False) -> None:
-    """What the server serves, and of a server of ours what it could serve.
+    """List the models that a server serves and, if it is fp8serve, could serve. Adapters follow their model.
 
     \b
     Examples:
@@ -39,37 +40,46 @@ def list_models(server: Server = URL, api_key_file: KeyFile = None, json: AsJson
     if json:
         print_json(rows)
     else:
-        print_table(("model", "source", "served", "state"), [_row(row) for row in rows])
+        print_table(("model", "source", "served", "state", "base", "rank"), [_row(row) for row in rows])
 
 
 def _row(row: dict[str, Any]) -> tuple[str, ...]:
-    shown = (row["model"], row["source"] or "-", "yes" if row["served"] else "no", row["state"] or "-")
-    return tuple(map(printable, shown))
+    base = None if row["base"] == row["model"] else row["base"]
+    told = (row["model"], row["source"], "yes" if row["served"] else "no", row["state"], base, row["rank"])
+    return tuple(printable(str(one or "-")) for one in told)
 
 
 def _models(api: Api) -> list[dict[str, Any]]:
-    """Of ours also what is not served; another server has only /v1/models."""
+    """Lists models that are not served only for an fp8serve server; other servers have only /v1/models."""
     try:
         return _of_ours(api.get("/models"))
     except (ServerError, AttributeError, KeyError, TypeError) as problem:
         if isinstance(problem, ServerError) and problem.status not in (404, 405):
             raise
     names = model_names(api.get("/v1/models"))
-    return [{"model": name, "source": None, "served": True, "state": None} for name in names]
+    return [UNKNOWN | {"model": name, "served": True} for name in names]
 
 
 def _of_ours(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """The weights behind the default, then what else has a name, what could be activated, and what could be loaded."""
-    served = {(m["served"] or {}).get("source") for m in found["models"] if m["default"]}
-    rows = [{**entry, "served": entry["source"] in served} for entry in found["available"]]
-    rows[1:1] = [
-        {"model": m["name"], "source": m["served"] and m["served"]["source"], "served": m["state"] == "ready"} | _why(m)
-        for m in found["models"]
-        if not m["default"]
-    ]
+    """The weights of the default model, then the other names, what could be activated, and what could be loaded."""
+    default = [m for m in found["models"] if m["default"]]
+    served = {(m["served"] or {}).get("source") for m in default}
+    first, *results = [{**entry, "served": entry["source"] in served} for entry in found["available"]]
+    rows = [first, *(adapter for m in default for adapter in _adapters(m))]
+    for m in found["models"]:
+        if not m["default"]:
+            source = m["served"] and m["served"]["source"]
+            rows += [{"model": m["name"], "source": source, "served": m["state"] == "ready"} | _why(m), *_adapters(m)]
+    rows += results
     rows += [{"model": alias, "source": name, "served": True, "state": "alias"} for alias, name in _aliases(found)]
     rows += [{"model": name, "source": name, "served": False, "state": "loadable"} for name in found["loadable"]]
-    return [{"state": found["state"] if row["served"] else "available"} | row for row in rows]
+    return [UNKNOWN | {"state": found["state"] if row["served"] else "available"} | row for row in rows]
+
+
+def _adapters(model: dict[str, Any]) -> list[dict[str, Any]]:
+    """The adapters of a model; `source` is the directory or the job that each was loaded from."""
+    shared = {"served": model["state"] == "ready", "state": "adapter", "base": model["name"]}
+    return [shared | {"model": a["name"], "source": a["root"], "rank": a["rank"]} for a in model["adapters"]]
 
 
 def _why(model: dict[str, Any]) -> dict[str, Any]:
@@ -85,10 +95,23 @@ Name = Annotated[str, typer.Argument(help="The model's own name.")]
 
 @app.command()
 def activate(
-    source: Annotated[str, typer.Argument(help="A fine-tune job that succeeded, or base: as list names them.")],
+    source: Annotated[str, typer.Argument(help="A fine-tune job that succeeded, or base, as list names them.")],
     model: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Whose weights are changed.", show_default="the job's own, or the default"),
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Serve the checkpoint of this step.", show_default="the job's result"),
+    ] = None,
+    max_perplexity_ratio: Annotated[
+        float | None,
+        typer.Option(
+            metavar="RATIO",
+            min=1,
+            help="Largest perplexity, times that of what serves.",
+            show_default="the server's: 2",
+        ),
     ] = None,
     server: Server = URL,
     api_key_file: KeyFile = None,
@@ -96,17 +119,24 @@ def activate(
 ) -> None:
     """Serve a job's result, or the base model again; requests in flight end where they began.
 
+    A job's weights serve only if they are finite, write, and know the job's held-out rows about as well as what serves.
+
     \b
     Examples:
       fp8serve models activate JOB
+      fp8serve models activate JOB --step 40 --max-perplexity-ratio 1.1
       fp8serve models activate base --model small
     """
+    ratio = {} if max_perplexity_ratio is None else {"max_perplexity_ratio": max_perplexity_ratio}
     with connected(server, api_key_file) as api:
         if model is None and source != "base":
-            swapped = api.post(f"/finetune/{quote(source, safe='')}/activate", {})
+            at = {} if step is None else {"step": step}
+            swapped = api.post(f"/finetune/{quote(source, safe='')}/activate", at | ratio)
+        elif step is not None:
+            raise RequestError("--step is of a job, served in place of its own model; leave --model out.")
         else:
             name = model or member(api.get("/models"), "alias", "model")
-            swapped = api.post(_path(name, "activate"), {"source": source})
+            swapped = api.post(_path(name, "activate"), {"source": source} | ratio)
     name = member(swapped.get("served") if isinstance(swapped, dict) else None, "model", "model")
     _tell(swapped, f"{printable(name)} is served.", json)
 
@@ -122,13 +152,13 @@ def load(
         ),
     ] = None,
     option: Annotated[
-        list[str] | None, typer.Option(metavar="OPTION=VALUE", help="Of the engine; repeat for several.")
+        list[str] | None, typer.Option(metavar="OPTION=VALUE", help="Option of the engine; repeat for several.")
     ] = None,
     server: Server = URL,
     api_key_file: KeyFile = None,
     json: AsJson = False,
 ) -> None:
-    """Serve a further model; returns when it answers.
+    """Serve another model; returns when it is ready.
 
     \b
     Examples:
@@ -148,13 +178,13 @@ def unload(
     name: Name,
     seconds: Annotated[
         float | None,
-        typer.Option(min=0, help="How long answers under way may take.", show_default="the server's --drain-seconds"),
+        typer.Option(min=0, help="Time for running answers to finish.", show_default="the server's --drain-seconds"),
     ] = None,
     server: Server = URL,
     api_key_file: KeyFile = None,
     json: AsJson = False,
 ) -> None:
-    """Stop serving a further model; returns when its memory is free.
+    """Stop serving a model other than the default; returns when its memory is free.
 
     \b
     Examples:
@@ -170,12 +200,12 @@ def unload(
 def alias(
     name: Name,
     other: Annotated[str, typer.Argument(metavar="ALIAS", help="The other name for it.")],
-    remove: Annotated[bool, typer.Option("--remove", help="Take the other name away.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the other name.")] = False,
     server: Server = URL,
     api_key_file: KeyFile = None,
     json: AsJson = False,
 ) -> None:
-    """Give a model another name, or take it away.
+    """Give a model another name, or remove it.
 
     \b
     Examples:

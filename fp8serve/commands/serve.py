@@ -10,6 +10,7 @@ Examples:
   fp8serve serve ./llama-fp8 --train-on share
   fp8serve serve ./llama --recipe current --port 8080
   fp8serve serve ./llama-fp8 --adapter tutor=./run/model
+  fp8serve serve ./llama-fp8 --draft-model ./small-llama-fp8
   fp8serve serve ./llama-fp8 --model small=./minilm,recipe=bf16 --models-dir ./more
   fp8serve serve ./llama-fp8 --limit queue=2048 --limit streams=2048
 """
@@ -23,6 +24,7 @@ from typing import Annotated, Any
 import typer
 
 from fp8serve.commands.from_options import Chosen, pairs, with_options
+from fp8serve.ending import ends_when_asked
 from fp8serve.errors import MachineError, RequestError, shown
 from fp8serve.options import options_of
 from fp8serve.server.named_models import NamedAdapter, NamedModel
@@ -42,7 +44,7 @@ def command(
             show_default=False,
         ),
     ] = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="File that holds the key, and nothing else.")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="File that contains only the key.")] = None,
     limit: Annotated[
         list[str] | None,
         typer.Option(
@@ -52,17 +54,18 @@ def command(
         ),
     ] = None,
 ) -> None:
-    secret = find_key(settings.values.get("api_key"), api_key_file)
-    models = models_of(model, settings.values) | adapters_of(settings.values)
-    from fp8serve.server.launch import adopt, run
+    with ends_when_asked():
+        secret = find_key(settings.values.get("api_key"), api_key_file)
+        models = models_of(model, settings.values) | adapters_of(settings.values)
+        from fp8serve.server.launch import adopt, run
 
-    listener = None if fd is None else adopt(fd)
-    place = {} if listener is None else dict(zip(("host", "port"), listener.getsockname(), strict=False))
-    run(settings(api_key=secret, limits=limits_of(limit or []), **models, **place), listener=listener)
+        listener = None if fd is None else adopt(fd)
+        place = {} if listener is None else dict(zip(("host", "port"), listener.getsockname(), strict=False))
+        run(settings(api_key=secret, limits=limits_of(limit or []), **models, **place), listener=listener)
 
 
 def limits_of(given: Sequence[str]) -> ServerLimits:
-    """The limits, with those of `--limit NAME=VALUE` in place of their defaults. RequestError for one that is none."""
+    """The limits, with those of `--limit NAME=VALUE` in place of their defaults. RequestError for an unknown one."""
     found = pairs("--limit", given, such_as="queue=1024")
     names = [option.name for option in options_of(ServerLimits)]
     if unknown := next((name for name in found if name not in names), None):
@@ -71,28 +74,38 @@ def limits_of(given: Sequence[str]) -> ServerLimits:
 
 
 def models_of(model: str | None, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that say what to serve: MODEL, or the first --model in its place, and the further ones."""
-    from fp8serve.hub import find_model
+    """The settings that say what to serve: MODEL, or the first --model in its place, and the other models."""
+    from fp8serve.hub import draft_found, find_model
 
     given = [NamedModel.parse(text) for text in values.get("models", ())]
-    found = [replace(named, directory=find_model(str(named.directory))) for named in given]
+    found = [
+        replace(named, directory=find_model(str(named.directory)), options=draft_found(named.options))
+        for named in given
+    ]
+    draft = {"draft_model": draft_found(values).get("draft_model")}
     if model is not None:
-        return {"model": find_model(model), "models": tuple(found)}
+        return {"model": find_model(model), "models": tuple(found), **draft}
     if not found:
         raise typer.BadParameter("Say what to serve: MODEL, or --model NAME=DIR.")
     if values.get("served_model_name"):
         raise RequestError("--served-model-name is for MODEL, and --model has a name; leave one of them out.")
     first, *further = found
-    return {**first.options, "model": first.directory, "served_model_name": first.name, "models": tuple(further)}
+    return {
+        **draft,
+        **first.options,
+        "model": first.directory,
+        "served_model_name": first.name,
+        "models": tuple(further),
+    }
 
 
 def adapters_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The setting that says which adapters are served beside the default model."""
+    """The setting for the adapters that are served with the default model."""
     return {"adapters": tuple(NamedAdapter.parse(text) for text in values.get("adapters", ()))}
 
 
 def find_key(key: str | None, file: Path | None) -> str | None:
-    """The key of the option, of the file, or of the environment, from which it is removed: the processes that this one
+    """The key from the option, the file, or the environment, from which it is removed: the processes that this one
     starts need no secret. Raises RequestError or MachineError.
     """
     inherited = os.environ.pop(KEY_VARIABLE, None)

@@ -1,8 +1,8 @@
-"""Say what is wrong with a checkpoint, before anybody serves it: scales that are missing, zero, NaN, reciprocal, stale.
+"""Find errors in a checkpoint before it is served: scales that are missing, zero, NaN, reciprocal or stale.
 
-Read are headers, scales and the codes of FP8 weights, in every format of docs/formats.md, of any architecture: a model
+Reads headers, scales and the codes of FP8 weights, in every format of docs/formats.md and of any architecture: a model
 directory, one of its shards, or a single .safetensors file. The exit status is 1 when a finding would make answers
-wrong; warnings alone leave it 0.
+wrong; with warnings alone it is 0.
 
 \b
 Examples:

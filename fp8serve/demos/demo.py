@@ -1,7 +1,7 @@
-"""What every demonstration has: stages that are timed and said, a place that is cleaned up, and the steps over HTTP.
+"""The common part of demonstrations: stages that are timed and reported, a place that is cleaned up, and HTTP steps.
 
-All goes through the doors that a user has: the calibration of the command line, and a server in its own process.
-Nothing is left behind, not even after ctrl-C, unless a directory to keep is given.
+Everything uses a user's interfaces: the calibration of the command line, and a server in its own process. No file is
+left, not even after ctrl-C, unless a directory to keep is given.
 """
 
 import shutil
@@ -58,7 +58,7 @@ class Demo:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Callable[..., None]]:
-        """Times a stage. The function it gives takes the line to say about it and the figures behind it."""
+        """Times a stage. The function that it returns takes the stage's line and figures."""
         began = time.monotonic()
 
         def report(line: str, **figures: Any) -> None:
@@ -69,7 +69,7 @@ class Demo:
         yield report
 
     def calibrate(self, model: Path, out: Path, data: Sequence[Path] | None, samples: int, bytes_bf16: int) -> None:
-        """Writes `model` in FP8 to `out` and says what that cost. data: None for the shipped passages."""
+        """Writes `model` in FP8 to `out` and reports the cost. data: None for the shipped passages."""
         from fp8serve.calibration.pipeline import calibrate
         from fp8serve.fp8.recipe import DelayedScaling
 
@@ -122,7 +122,7 @@ class Demo:
         return str(job["id"])
 
     def activate(self, server: RunningServer, job: str) -> None:
-        """Swaps the weights while a request is being answered, which must not notice."""
+        """Swaps the weights while a request is being answered, which must not be affected."""
         answers: list[dict[str, Any]] = []
         body = prompt(max_new_tokens=IN_FLIGHT_TOKENS)
         request = threading.Thread(target=lambda: answers.append(server.post("/generate", body)), daemon=True)
@@ -141,7 +141,7 @@ def prompt(**parameters: Any) -> dict[str, Any]:
 
 
 def answer(server: RunningServer, question: str) -> str:
-    """What the model answers, greedily, in at most 32 tokens."""
+    """The model's greedy answer, in at most 32 tokens."""
     body = {"messages": [{"role": "user", "content": question}], "max_tokens": 32, "temperature": 0.0}
     answered = server.post("/v1/chat/completions", body | {"model": NAME})
     return str(answered["choices"][0]["message"]["content"]).strip()
@@ -156,7 +156,7 @@ def _rows(facts: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def _finished(server: RunningServer, job: dict[str, Any], advance: Callable[[int, int], None]) -> dict[str, Any]:
-    """The job when it has ended. MachineError: not in success."""
+    """The job when it has ended. MachineError: it did not succeed."""
     while job["status"] not in ("succeeded", "failed", "cancelled"):
         time.sleep(0.2)
         job = server.get(f"/finetune/{job['id']}")
@@ -197,7 +197,7 @@ def _check_room(place: Path, room: int) -> None:
 
 @contextmanager
 def _sigterm_like_ctrl_c() -> Iterator[None]:
-    """Who stops the demonstration with SIGTERM gets the same cleaning up. Only the main thread may say so."""
+    """SIGTERM cleans up in the same way. Only the main thread may install the handler."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

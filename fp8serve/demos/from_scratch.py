@@ -1,11 +1,11 @@
-"""The main job on a model made from nothing, offline: train in FP8, calibrate, serve, fine-tune over HTTP, ask again.
+"""The main job on a new model, offline: train in FP8, calibrate, serve, fine-tune over HTTP, ask again.
 
 The text is `pydoc_data.topics`, the language reference that every Python installation carries (some 465,000
 characters). A byte-pair tokenizer and a Llama of 4 layers are made from it and trained from random weights under
 delayed scaling: every linear layer computes in E4M3 forward and E5M2 backward from the first step.
 
-Sizes are chosen for about two minutes on two CPU cores. So small a model is not clever: it continues text in the manner
-of the reference, and after the fine-tune it answers the questions that it was taught.
+Sizes are chosen for about two minutes on two CPU cores. Such a small model can only continue text in the style of the
+reference; after the fine-tune it answers the questions that it was taught.
 """
 
 import time
@@ -61,7 +61,7 @@ class FromScratch(Demo):
                     advance(event["step"], event["total_steps"])
 
             done = Trainer(_training(place, self.effort)).run(follow)
-            Path(str(done.checkpoint)).rename(place / "trained")  # FP32 weights; the FP8 result lies beside it
+            Path(str(done.checkpoint)).rename(place / "trained")  # FP32 weights; the FP8 result is written beside it
             speed = done.trained_tokens / done.seconds
             report(
                 f"{done.step} steps in FP8 (E4M3 forward, E5M2 backward) from random weights, "

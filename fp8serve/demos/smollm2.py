@@ -1,7 +1,7 @@
 """The main job on SmolLM2-135M-Instruct: calibrate, serve, ask, teach facts over HTTP, ask again, serve the result.
 
-A person can judge the answers. The general questions are some that the model answers correctly in BF16: they show what
-FP8 and the fine-tune leave of that. The facts are fp8serve's own terms, of which the model has never heard.
+A person can judge the answers. The general questions are ones that the model answers correctly in BF16: they show
+whether FP8 and the fine-tune preserve that. The facts are fp8serve's own terms, which the model does not know.
 """
 
 from pathlib import Path

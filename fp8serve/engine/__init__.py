@@ -1,1 +1,1 @@
-"""Requests become tokens. `request`, `kv_cache` and `scheduler` never import torch."""
+"""Turns requests into tokens. `request`, `kv_cache` and `scheduler` never import torch."""

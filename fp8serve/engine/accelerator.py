@@ -16,8 +16,8 @@ from fp8serve.engine.runner import Runner
 from fp8serve.engine.scheduler import MOST_DRAFTED
 from fp8serve.errors import MachineError
 from fp8serve.fp8 import ops as ops  # registers the op called below
-from fp8serve.fp8.cuda_library import check_gpu
 from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.selfcheck import prepare_device
 from fp8serve.model.building import Model
 from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.network.decoder import Heads
@@ -36,20 +36,21 @@ def check_device(name: str) -> torch.device:
         raise MachineError(f"The device {name} was asked for, but PyTorch finds no GPU here; use --device cpu.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise MachineError(f"The device {name} was asked for, but PyTorch finds {torch.cuda.device_count()} GPU here.")
-    check_gpu(device)
+    prepare_device(device)
     return device
 
 
 @torch.inference_mode()
 def largest_step(model: Model, options: EngineOptions) -> Tensor:
-    """A step with as many tokens and sequences as there may be; each is drawn, and has log-probabilities.
+    """Runs a step with the largest number of tokens and sequences; every sequence samples and wants log-probabilities.
 
-    Returns these, FP32 [sequences, vocab], which the sampler (sampler.py) holds while it draws from a copy of the rows.
-    Attention is left out: it takes a fixed sum (memory.ATTENTION_PARTS) and its output, which the query stands for.
+    Returns the log-probabilities, FP32 [sequences, vocab], which the sampler (sampler.py) holds while it draws from a
+    copy of the rows. Attention is left out: it needs a fixed amount (memory.ATTENTION_PARTS) and its output, for which
+    the query is returned.
     """
     device = cast(Tensor, model.head.weight).device
     tokens = torch.zeros(options.step_tokens, dtype=torch.long, device=device)
-    last = tokens[: max(options.max_num_seqs, MOST_DRAFTED if options.speculative_tokens else 0)]
+    last = tokens[: max(options.max_num_seqs, MOST_DRAFTED if options.drafted_tokens else 0)]
     logits = model.logits(model(tokens, tokens, _no_attention, last))
     ranked, chosen = torch.log_softmax(logits, -1), logits.clone()
     one = torch.ones(len(logits), dtype=torch.float64, device=device)
@@ -67,17 +68,20 @@ def use_threads(options: EngineOptions) -> None:
         torch.set_num_threads(options.threads)
 
 
-def plan_on_gpu(model: Model, config: ModelConfig, options: EngineOptions, dtype: torch.dtype) -> CachePlan:
-    """The cache's sizes from what is free beside the weights and the largest step."""
+def plan_on_gpu(
+    model: Model, config: ModelConfig, options: EngineOptions, dtype: torch.dtype, draft: ModelConfig | None = None
+) -> CachePlan:
+    """The cache's sizes from the memory that the weights, a `draft` model's included, and the model's largest step
+    leave free."""
     check_length(config, options)
     device = cast(Tensor, model.head.weight).device
     step_bytes = gpu_bytes_of(lambda: largest_step(model, options), device)
-    return plan(config, options, dtype, gpu_cache_memory(device, options, step_bytes))
+    return plan(config, options, dtype, gpu_cache_memory(device, options, step_bytes), draft)
 
 
 @dataclass(frozen=True, slots=True)
 class GraphReport:
-    """Whether decoding is replayed: the sizes, or why not."""
+    """The batch sizes at which decoding is replayed, or the reason why it is not."""
 
     sizes: tuple[int, ...] = ()
     reason: str | None = None
@@ -89,9 +93,9 @@ class GraphReport:
 def capture_decoding(
     runner: Runner, options: EngineOptions, max_model_len: int, capture: Capture | None = None
 ) -> GraphReport:
-    """Captures decoding steps where that is asked for and possible. `capture`: CUDA's, unless a test brings its own.
+    """Captures decoding steps if that is wanted and possible. `capture`: CUDA's, unless a test passes its own.
 
-    MachineError when it was asked for by name and cannot be done.
+    MachineError when capturing was asked for explicitly and is not possible.
     """
     if options.cuda_graphs is False:
         return GraphReport(reason="not asked for")
@@ -108,6 +112,6 @@ def capture_decoding(
 
 
 def forget_trial_runs(layers: list[FrozenLinear]) -> None:
-    """What the layers counted while they were tried out."""
+    """Resets what the layers counted during the trial."""
     for layer in layers:
         layer.reset_counters()

@@ -1,9 +1,9 @@
 """The adapters that an engine has loaded beside its model, by name: LoRA and DoRA, several in one batch.
 
-A request names one; rows of its sequence then run with it, and those of others do not (fp8/beside.py). A name stands
-for one adapter at a time. One that was unloaded stays until its last sequence has ended, so that the same name may
-stand for another meanwhile: sequences hold what they began with. Adapters are told apart by their contents in the
-prefix cache, on the disk as well.
+A request names one; the rows of its sequence then run with it, and those of others do not (fp8/beside.py). A name
+stands for one adapter at a time. An adapter that was unloaded stays until its last sequence has ended; meanwhile its
+name may stand for another, because sequences keep the adapter with which they began. The prefix cache identifies
+adapters by their contents, on disk as well.
 """
 
 import itertools
@@ -54,7 +54,7 @@ class LoadedAdapter:
 
 @dataclass
 class Adapters:
-    """Of one model, whose linear layers are in their final form."""
+    """The adapters of one model, whose linear layers are in their final form."""
 
     model: Model
     max_rank: int
@@ -63,11 +63,11 @@ class Adapters:
 
     def __post_init__(self) -> None:
         self._numbers = itertools.count()
-        self._held: dict[int, LoadedAdapter] = {}  # by number, those included that were unloaded and still run
+        self._held: dict[int, LoadedAdapter] = {}  # by number, including unloaded ones that still run
 
     def load(self, name: str, directory: Path) -> LoadedAdapter:
         """The adapter of a directory as peft writes it. ModelError when it does not fit the model, RequestError when
-        the name is in use, MachineError for want of memory; then nothing has changed."""
+        the name is in use, MachineError when memory is short; nothing has changed then."""
         if name in self.named:
             raise RequestError(f"There is an adapter {shown(name)} already; unload it first, or choose another name.")
         from fp8serve.model.adapters import read_adapter  # needs safetensors, which an engine without files does not
@@ -83,7 +83,7 @@ class Adapters:
         return new
 
     def unload(self, name: str) -> None:
-        """No new sequence gets it. RequestError: there is none of that name."""
+        """From now on no sequence gets the adapter. RequestError: there is none of that name."""
         found = self.find(name)
         del self.named[name]
         found.retired = True
@@ -96,7 +96,7 @@ class Adapters:
         return found
 
     def take(self, name: str | None) -> LoadedAdapter | None:
-        """For a sequence, which gives it back when it ends. RequestError: see `find`."""
+        """The adapter for a sequence, which gives it back when it ends. RequestError: see `find`."""
         if name is None:
             return None
         found = self.find(name)
@@ -119,7 +119,7 @@ class Adapters:
         self.assignment.end()
 
     def _check(self, directory: Path, found: "Adapter") -> None:
-        """Before anything is computed."""
+        """ModelError, MachineError: see `load`. Called before anything is computed."""
         for linear, low in found.items():
             if (rank := low.a.shape[0]) > self.max_rank:
                 raise ModelError(
@@ -128,7 +128,7 @@ class Adapters:
                 )
             if not isinstance(self.model.get_submodule(linear), FrozenLinear | OwnLinear | RowIndependent):
                 raise ModelError(f"{directory}: {linear} is computed in a way that takes no adapter; train without it.")
-        size = 2 * sum(low.nbytes for low in found.values())  # stacks are copies, and the old ones go last
+        size = 2 * sum(low.nbytes for low in found.values())  # stacks are copies, and the old ones are freed last
         if self.model.embedding.weight.device.type == "cpu" and size > (free := free_memory()):
             raise MachineError(f"{directory} needs {size:,} bytes and {free:,} are free; unload another adapter first.")
 
@@ -145,7 +145,7 @@ class Adapters:
             self._stack(adapter.parts)
 
     def _stack(self, linears: Mapping[str, Part]) -> None:
-        """Stacks anew what these linears have."""
+        """Stacks the parts of these linears anew."""
         pruned = set(self.model.pruned_names())
         for linear in linears:
             module = self.model.get_submodule(linear)
@@ -160,7 +160,7 @@ def _innermost(module: nn.Module) -> nn.Module:
 
 
 def _digest(found: "Adapter") -> bytes:
-    """Of every number of an adapter, and of the layers that have them."""
+    """A digest of all numbers of an adapter and of the names of their layers."""
     digest = blake2b(digest_size=DIGEST_BYTES)
     for linear, low in sorted(found.items()):
         digest.update(f"{linear} {low.scaling!r} {list(low.a.shape)} {low.magnitude is not None}".encode())

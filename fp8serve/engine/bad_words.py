@@ -1,11 +1,11 @@
-"""Texts that an answer must not hold: before each token, those that would complete one are looked up and ruled out.
+"""Texts that an answer must not contain: before each token, the tokens that would complete one of them are ruled out.
 
-What counts is the text, not one way to cut it into tokens: a word is not written in other pieces, nor inside a longer
-one. A word is completed by a token that holds it, which depends on nothing and is found once, or by one that begins
-with the rest of a word whose beginning ends the answer so far: those stand together in the sorted vocabulary. A special
-token has no text; a bad word that is written as one forbids just that token.
+The text counts, not its division into tokens: a word is not written in other pieces either, nor inside a longer
+one. A word can be completed in two ways. A token may contain it, which does not depend on the answer and is found once.
+Or the answer so far ends with the beginning of the word, and a token begins with its rest: these tokens are adjacent in
+the sorted vocabulary. A special token has no text; a bad word that is written like one forbids only that token.
 
-Only what is generated counts. The vocabulary is sorted when the first such request comes, in up to half a second. No
+Only generated text counts. The vocabulary is sorted when the first such request arrives, in up to half a second. No
 torch.
 """
 
@@ -24,7 +24,7 @@ BORDER = b"\xff"  # in no text
 
 
 class Texts(Protocol):
-    """What `Tokenizer` is to this module."""
+    """The part of `Tokenizer` that this module uses."""
 
     @property
     def special_ids(self) -> frozenset[int]: ...
@@ -58,7 +58,7 @@ class Vocabulary:
         return self._ids[bisect_left(self._texts, start) : bisect_left(self._texts, after)]
 
     def holding(self, word: str) -> Ids:
-        """Tokens in which `word` stands, or the special token that is written so."""
+        """Tokens that contain `word`, or the special token that is written like it."""
         wanted, places = word.encode(), list[int]()
         at = self._joined.find(wanted)
         while at >= 0:
@@ -69,7 +69,7 @@ class Vocabulary:
 
 
 class BadWords:
-    """Some texts that must not come, for any number of answers."""
+    """Some texts that must not be generated, for any number of answers."""
 
     def __init__(self, vocabulary: Vocabulary, words: tuple[str, ...]) -> None:
         self.vocabulary = vocabulary
@@ -95,7 +95,7 @@ class Ban:
         self._words, self._tail = words, b""
 
     def tokens(self) -> Ids:
-        """What may not come next."""
+        """The tokens that must not come next."""
         return self._words.after(self._tail)
 
     def accept(self, token_id: int) -> None:
@@ -106,12 +106,12 @@ class Bans:
     """Makes bans for one model."""
 
     def __init__(self, tokenizer: Texts | None, vocab_size: int, ends: Iterable[int] = ()) -> None:
-        """`ends`: the tokens that end an answer, which are special whatever the tokenizer says of them."""
+        """`ends`: the tokens that end an answer; they count as special even if the tokenizer does not say so."""
         self._tokenizer, self._size, self._ends = tokenizer, vocab_size, frozenset(ends)
         self._made = lru_cache(maxsize=KEPT)(lambda words: BadWords(self._vocabulary, words))
 
     def ban(self, words: tuple[str, ...]) -> Ban | None:
-        """None where nothing is forbidden; for anything else there must be a tokenizer."""
+        """None if nothing is forbidden; otherwise there must be a tokenizer."""
         return Ban(self._made(words)) if words else None
 
     @cached_property

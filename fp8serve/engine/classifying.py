@@ -30,7 +30,7 @@ class Classified:
 class Classifier:
     """A directory of a model with a head of labels (`BertForSequenceClassification`), or of a decoder that judges.
 
-    options: the fields of EngineOptions. Raises as `Embedder`; ModelError: the model has no labels, too.
+    options: the fields of EngineOptions. Raises what `Embedder` raises, and ModelError if the model has no labels.
     """
 
     def __init__(self, model_dir: str | Path, **options: Any) -> None:
@@ -48,13 +48,14 @@ class Classifier:
 
     @torch.inference_mode()
     def classify_ids(self, sequences: Sequence[Sequence[int]], segments: Sequence[Sequence[int]]) -> Classified:
-        """Of token ids, with 0 or 1 for each: whether it is of the first or the second text. RequestError."""
+        """The scores of token ids. segments: 0 for tokens of the first text, 1 for the second. RequestError:
+        `check`."""
         self.check(sequences, segments)
         logits = self.encoder.run(sequences, self.labelled.logits, segments).cpu()
         return Classified(logits, scored(logits, self.head.activation), [len(ids) for ids in sequences])
 
     def check(self, sequences: Sequence[Sequence[int]], segments: Sequence[Sequence[int]]) -> None:
-        """RequestError: a text is empty or too long, an id unknown, or its segments are not those of its tokens."""
+        """RequestError: a text is empty or too long, an id is unknown, or the segments do not match the tokens."""
         kinds = self.labelled.segments
         for ids, parts in zip(sequences, segments, strict=True):
             self.encoder.check(ids)

@@ -1,9 +1,9 @@
-"""The front process's handle on an engine process. asyncio; imports no torch, so a front starts at once.
+"""The front process's handle on an engine process. asyncio; imports no torch, so a front process starts at once.
 
 `EngineClient.start` listens on an AF_UNIX socket (mode 0600, in a private directory), spawns `worker.py`, which
 connects to it, and waits for the first message: ready, or one sentence that says why not. From then on one task reads
-lines and hands each to whoever waits for it. When the process dies, however it does, every request in flight ends with
-finish_reason "error" and a sentence, and nothing waits for ever.
+lines and hands each to the caller that waits for it. When the process dies for any reason, every request in flight ends
+with finish_reason "error" and a sentence, and nothing waits for ever.
 
 Nothing is ever unpickled: requests and outputs are JSON of plain dataclasses.
 """
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve import errors
+from fp8serve.ending import without_interrupts
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.request import EngineLimits, Request
@@ -62,8 +63,8 @@ class EngineClient:
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._last_sign = self._loop.time()
         self._ended: str | None = None  # the sentence that says how the process ended
-        self._why: str | None = None  # it was killed, in the killer's words
-        self.step_seconds = 0.0  # that the step under way had taken at the last heartbeat
+        self._why: str | None = None  # the reason for which this process killed it
+        self.step_seconds = 0.0  # seconds that the current step had taken at the last heartbeat
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
@@ -80,7 +81,7 @@ class EngineClient:
             await asyncio.shield(client._ready)
         except BaseException:
             await client.kill("The engine was given up before it was ready.")
-            client._ready.exception()  # nobody else asks for it, and asyncio complains of what nobody asked for
+            client._ready.exception()  # asyncio warns about an exception that is never retrieved
             raise
         return client
 
@@ -108,7 +109,7 @@ class EngineClient:
         return 0
 
     def check(self, request: Request) -> None:
-        """RequestError, before anything is sent, when the request could never run; a form is checked over there."""
+        """RequestError, before anything is sent, when the request could never run. The engine checks its form."""
         if request.request_id in self._streams:
             raise RequestError(f"A request with the id {request.request_id!r} is still running; use another id.")
         self.limits.check(request)
@@ -138,6 +139,12 @@ class EngineClient:
         """`Engine.save_scales`, between two steps."""
         return int(await self._ask("save_scales", path=str(path)))
 
+    async def load_weights(self, directory: Path) -> int:
+        """`Engine.load_weights` of a directory, between two steps; `info` says the version, too."""
+        version = int(await self._ask("load_weights", directory=str(directory)))
+        self.info["weights_version"] = version
+        return version
+
     async def load_adapter(self, name: str, directory: Path) -> dict[str, Any]:
         """`Engine.load_adapter`, between two steps."""
         return dict(await self._ask("load_adapter", name=name, directory=str(directory)))
@@ -147,14 +154,14 @@ class EngineClient:
         await self._ask("unload_adapter", name=name)
 
     async def embed(self, inputs: Sequence[Sequence[int]], dimensions: int | None = None) -> list[bytes]:
-        """For each list of token ids the vector's numbers, FP32, little-endian. RequestError: see `Embedder.embed`;
-        the model writes text."""
+        """The vector of each list of token ids: FP32, little-endian. RequestError: see `Embedder.embed`, or the model
+        writes text."""
         inputs = [list(ids) for ids in inputs]
         return [b64decode(text) for text in await self._ask("embed", inputs=inputs, dimensions=dimensions)]
 
     async def classify(self, inputs: Sequence[Sequence[int]], segments: Sequence[Sequence[int]]) -> list[list[float]]:
-        """For each list of token ids the score of every label. RequestError: see `Classifier.classify_ids`; the model
-        has no labels."""
+        """The score of every label for each list of token ids. RequestError: see `Classifier.classify_ids`, or the
+        model has no labels."""
         rows = {"inputs": [list(ids) for ids in inputs], "segments": [list(parts) for parts in segments]}
         return [list(scores) for scores in await self._ask("classify", **rows)]
 
@@ -164,12 +171,12 @@ class EngineClient:
         await self._exit(deadline + CLOSE_SECONDS)
 
     async def close(self) -> None:
-        """Ends the process now; what runs is aborted."""
-        self._write("close")  # a process that hangs does not read: waiting for it to would wait for ever
+        """Ends the process now and aborts its requests."""
+        self._write("close")  # without waiting: a process that hangs does not read
         await self._exit(CLOSE_SECONDS)
 
     async def kill(self, why: str) -> None:
-        """Ends a process that does not answer; `why` is what requests in flight are told."""
+        """Ends a process that does not answer; requests in flight end with the sentence `why`."""
         self._why = why
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
@@ -194,14 +201,14 @@ class EngineClient:
                 self._write("abort", request_id=request.request_id)
 
     async def _exit(self, seconds: float) -> None:
-        """Waits for the process to end by itself, then makes it."""
+        """Waits for the process to end by itself, and kills it after `seconds`."""
         try:
             await asyncio.wait_for(self._process.wait(), seconds)
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
         await asyncio.wait({self._reading}, timeout=seconds)
-        if not self._reading.done():  # the kernel holds it, as it may in a driver: nobody here waits for that
+        if not self._reading.done():  # the kernel holds the process, for example in a driver; do not wait for it
             self._reading.cancel()
             self._writer.close()
             self._end(self._why or "The engine process does not end.")
@@ -233,7 +240,7 @@ class EngineClient:
             await self._writer.drain()
 
     async def _read(self) -> None:
-        """Until the connection ends; then everything that waits is told."""
+        """Reads until the connection ends; then ends everything that waits."""
         with contextlib.suppress(ConnectionError):
             while line := await self._reader.readline():
                 self._last_sign = self._loop.time()
@@ -278,7 +285,7 @@ class EngineClient:
                 waiting.set_exception(MachineError(sentence))
 
     def _fail(self, stream: _Stream) -> None:
-        """The last output of a request whose process is gone. One that has its last output already ignores this."""
+        """Gives a request whose process is gone its last output. A request that already has one ignores it."""
         request = stream.request
         stream.arrived.put_nowait(
             RequestOutput(
@@ -320,7 +327,10 @@ async def _spawned(
 ) -> tuple[Process, Connection]:
     # -P: a file in the current directory must not become a module of the worker
     command = ["-P", "-m", "fp8serve.engine.worker", "--model", str(model_dir), "--socket", path]
-    process = await asyncio.create_subprocess_exec(sys.executable, *command, *told, stdin=asyncio.subprocess.DEVNULL)
+    with without_interrupts():
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *command, *told, stdin=asyncio.subprocess.DEVNULL
+        )
     ended = asyncio.create_task(process.wait())
     try:
         await asyncio.wait((connected, ended), return_when=asyncio.FIRST_COMPLETED)
@@ -336,7 +346,7 @@ async def _spawned(
 
 
 def _error(message: dict[str, Any]) -> Fp8ServeError:
-    """The worker's error as the class it was raised as; MachineError for one that is not of ours."""
+    """The worker's error as the class it was raised as; MachineError for a class that is not fp8serve's."""
     found = getattr(errors, message["error"], None)
     kind = found if isinstance(found, type) and issubclass(found, Fp8ServeError) else MachineError
     return kind(message["message"])

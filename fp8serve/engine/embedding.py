@@ -28,7 +28,7 @@ class Embedder:
     """An embedding model's directory, ready to embed.
 
     options: the fields of EngineOptions. Raises ModelError, ScalesError and RecipeError, as loading does, and
-    RequestError for drafts: nothing is written.
+    RequestError for options of generation.
     """
 
     def __init__(self, model_dir: str | Path, **options: Any) -> None:
@@ -58,9 +58,10 @@ class Embedder:
     ) -> Embedded:
         """One vector for each text, or list of token ids, in their order.
 
-        prompt_name: which of the model's prompts is put before the texts, None: its default one, if it has any.
-        dimensions: how many of the first are kept. truncate: a text that is too long loses its end, but for the token
-        with which the tokenizer ends a text. RequestError: a text is empty or too long, an id or option unknown.
+        prompt_name: which of the model's prompts is put before the texts; None: its default one, if it has any.
+        dimensions: how many of a vector's first numbers are kept. truncate: a text that is too long is cut at the end,
+        before the token with which the tokenizer ends a text. RequestError: a text is empty or too long, or an id or
+        option is unknown.
         """
         self.check(texts, dimensions)
         sequences = [self._ids(text, prompt_name, truncate) for text in texts]
@@ -68,7 +69,7 @@ class Embedder:
         return Embedded(vectors.cpu(), [len(ids) for ids in sequences])
 
     def check(self, texts: Sequence[Text], dimensions: int | None) -> None:
-        """RequestError: there are no texts, or not so many dimensions."""
+        """RequestError: there are no texts, or too many dimensions are asked for."""
         if isinstance(texts, str) or not texts or isinstance(texts[0], int):
             raise RequestError("embed takes a list of one or more texts: put the text in a list.")
         if dimensions is not None and not 1 <= dimensions <= self.dimensions:

@@ -16,7 +16,7 @@ from torch import Tensor
 from fp8serve.engine.classifying import Classifier
 from fp8serve.engine.embedding import Embedder
 from fp8serve.engine.encoding_queue import Call, EncodingQueue, Place
-from fp8serve.engine.loading import weight_bytes
+from fp8serve.engine.memory import weight_bytes
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.request import EngineLimits, Request, Task
 from fp8serve.engine.text_encoder import TextEncoder
@@ -39,17 +39,17 @@ class EncoderEngine:
         self._load_seconds = time.monotonic() - started
 
     def embed(self, call: Call) -> None:
-        """Queues the texts of `call`, whose answers are vectors, FP32, little-endian, as base64. RequestError: see
-        `Embedder.embed`; the model makes no vectors."""
+        """Queues the texts of `call`; the answers are vectors, FP32, little-endian, as base64. RequestError: see
+        `Embedder.embed`, or the model makes no vectors."""
         raise RequestError("This is a classifier, which makes no vectors; ask /classify for its labels.")
 
     def classify(self, call: Call) -> None:
-        """Queues the texts of `call`, whose answers are scores of every label. RequestError: see
-        `Classifier.classify_ids`; the model has no labels."""
+        """Queues the texts of `call`; the answers are scores of every label. RequestError: see
+        `Classifier.classify_ids`, or the model has no labels."""
         raise RequestError("This is an embedding model, which has no labels; ask /v1/embeddings for vectors.")
 
     def forget(self, number: int) -> None:
-        """Nobody waits for this call any more."""
+        """Drop this call, because its caller no longer waits."""
         self._queue.forget(number)
 
     def has_work(self) -> bool:
@@ -81,7 +81,7 @@ class EncoderEngine:
         raise NotImplementedError
 
     def _answers(self, places: Sequence[Place], rows: Tensor) -> list[Any]:
-        """What `_finish` gave of texts -> of each its answer, which JSON can hold."""
+        """The result of `_finish` for some texts -> the answer for each, as JSON types."""
         raise NotImplementedError
 
     def add_request(self, request: Request, arrived: float | None = None) -> None:
@@ -107,7 +107,7 @@ class EncoderEngine:
             "running", "waiting", "kv_blocks", "kv_blocks_used", "kv_usage", "generated_tokens_total",
             "preemptions_total", "prefix_queried_tokens_total", "prefix_hit_tokens_total",
             "prefix_restored_hit_tokens_total",
-            "drafts_total", "draft_tokens_total", "accepted_draft_tokens_total",
+            "drafts_total", "draft_tokens_total", "accepted_draft_tokens_total", "draft_model_tokens_total",
         ), 0)  # fmt: skip
         computed = self._totals["computed"]
         done = dict.fromkeys(("stop", "length", "abort", "error"), 0)
@@ -119,7 +119,7 @@ class EncoderEngine:
         }
 
     def scales(self) -> list[dict[str, Any]]:
-        """Of an encoder no live figures are kept."""
+        """An encoder keeps no live figures."""
         return []
 
     def info(self) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class EmbeddingEngine(EncoderEngine):
         return [b64encode(vector[0].cpu().numpy().astype("<f4").tobytes()).decode() for vector in vectors]
 
     def info(self) -> dict[str, Any]:
-        """And how vectors are made."""
+        """That of `EncoderEngine`, and how vectors are made."""
         pooling = self.embedder.pooling
         return super().info() | {
             "dimensions": self.embedder.dimensions,
@@ -205,6 +205,6 @@ class ClassifyingEngine(EncoderEngine):
         return list(scored(rows.cpu(), self.classifier.head.activation).tolist())
 
     def info(self) -> dict[str, Any]:
-        """And what is scored."""
+        """That of `EncoderEngine`, and what is scored."""
         head, around = self.classifier.head, self.classifier.labelled.around
         return super().info() | {"labels": list(head.labels), "activation": head.activation, "pair": around}

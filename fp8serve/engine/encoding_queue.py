@@ -1,7 +1,7 @@
 """Texts that wait for an encoder's step, of all requests: requests take turns, text by text, until the step is full.
 
-Small requests share a step instead of having one each, and none waits for a large one to end. What a text gets does not
-depend on which step it is in (text_encoder.py). No torch here.
+Small requests share a step instead of having one each, and none waits for a large one to end. The result of a text does
+not depend on its step (text_encoder.py). No torch here.
 """
 
 from collections import deque
@@ -14,7 +14,7 @@ Ids = Sequence[int]
 
 @dataclass
 class Call:
-    """What one request asks for. segments: 0 or 1 for every token of each text. found: of each text its answer, None
+    """The texts of one request. segments: 0 or 1 for every token of each text. found: the answer for each text, None
     until it is computed."""
 
     number: int
@@ -62,7 +62,7 @@ class EncodingQueue:
         self._calls.append(call)
 
     def forget(self, number: int) -> None:
-        """Nobody waits for this call any more."""
+        """Drop this call, because its caller no longer waits."""
         self._calls = deque(call for call in self._calls if call.number != number)
 
     def take(self, tokens: int) -> list[Place]:

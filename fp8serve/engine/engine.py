@@ -1,17 +1,19 @@
-"""The engine: requests go in, every step takes each running one a token or a chunk of prompt further, outputs come out.
+"""The engine: takes requests, advances each running one by a token or a chunk of its prompt per step, and returns
+outputs.
 
     step():  schedule -> run -> sample -> postprocess
 
 It is single-threaded and owns no process and no socket (`worker.py` does); `generate` drives it in-process. An answer
-depends on the request alone: scheduling, neighbours, cached prefixes, preemption and drafts do not change a bit of it
-on a CPU (`invariant.py`, `sampler.py` and the attention op each keep their part of that promise). On a GPU the sampler
-and the attention keep it, too, but matrix products choose their kernel by the number of rows: docs/cuda.md.
+depends on the request alone: on a CPU, scheduling, neighbours, cached prefixes, preemption and drafts do not change a
+bit of it (`invariant.py`, `sampler.py` and the attention op each keep a part of that promise). On a GPU the sampler and
+the attention keep it, too, but matrix products choose their kernel by the number of rows: docs/cuda.md.
 """
 
 import math
 import time
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from itertools import count, islice
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from fp8serve.engine import loading
+from fp8serve.engine.draft_model import DraftModel
 from fp8serve.engine.drafting import Drafter, rows_of
 from fp8serve.engine.grammar import validate
 from fp8serve.engine.kv_cache import BlockPool
@@ -32,7 +35,9 @@ from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.engine.scheduler import Scheduler, Work
 from fp8serve.engine.sequence import Sequence, Status
 from fp8serve.engine.text import TextStream
+from fp8serve.engine.weights import replace_weights
 from fp8serve.errors import MachineError, RequestError
+from fp8serve.model.building import Model
 from fp8serve.model.formats.scales import save_scales
 from fp8serve.options import known_fields
 
@@ -47,11 +52,15 @@ class Engine:
     have and MachineError for a cache that does not fit.
     """
 
-    def __init__(self, model_dir: str | Path, **options: Any) -> None:
-        """`options`: the fields of EngineOptions; `recipe` may be a Recipe, too, and `scales` a Path."""
+    def __init__(self, model_dir: str | Path, *, model: Model | None = None, **options: Any) -> None:
+        """`options`: the fields of EngineOptions; `recipe` may be a Recipe, too, and `scales` a Path.
+
+        model: a network with weights of its own, as `load_servable` makes one, which belongs to the engine from then
+        on; configuration and tokenizer are still read from the directory.
+        """
         started = time.monotonic()
         self.options = EngineOptions.of(options)
-        self.loaded = loading.load(Path(model_dir), self.options)
+        self.loaded = loading.load(Path(model_dir), self.options, model)
         self.tokenizer = self.loaded.tokenizer
         self.eos_ids = self.loaded.config.eos_token_ids
         self.limits = self.loaded.limits()
@@ -59,19 +68,21 @@ class Engine:
         self.scheduler = _scheduler(self.options, self.limits.num_blocks)
         if self.loaded.kept is not None:
             self.loaded.kept.restore(self.scheduler.pool, self.loaded.runner)
+        self._draft = self._draft_model()
         self._live: dict[str, tuple[Sequence, TextStream]] = {}
         self._masks = Masks(self.limits.vocab_size)
         self._finished: Counter[FinishReason] = Counter()
         self._totals: Counter[str] = Counter()
-        self._accepted = [0] * self.options.speculative_tokens  # drafted tokens, by their place in the draft
+        self._accepted = [0] * self.options.drafted_tokens  # drafted tokens, by their place in the draft
         self._step_sizes = [0] * (len(STEP_SIZES) + 1)
         self._ids = count()
         self._step_seconds = 0.0  # that the last step took
+        self.weights_version = 0  # how often they were replaced
         self._load_seconds = time.monotonic() - started
 
     def add_request(self, request: Request, arrived: float | None = None) -> None:
-        """Queues `request`, which `arrived` then, on the monotonic clock. RequestError when it could never run, or its
-        id is in use.
+        """Queues `request`, which came at `arrived` on the monotonic clock. RequestError when it could never run, or
+        its id is in use.
         """
         if request.request_id in self._live:
             raise RequestError(f"A request with the id {request.request_id!r} is still running; use another id.")
@@ -82,8 +93,8 @@ class Engine:
         seq.arrived = seq.arrived if arrived is None else arrived
         seq.constraint = self.loaded.grammars.matcher(params)
         seq.ban = self.loaded.bans.ban(params.bad_words)
-        if self.options.speculative_tokens and seq.constraint is None and seq.ban is None:
-            seq.drafter = Drafter(self.options.speculative_tokens)
+        if self.options.drafted_tokens and seq.constraint is None and seq.ban is None:
+            seq.drafter = Drafter(self.options.drafted_tokens) if self._draft is None else self._draft.drafter(seq)
         seq.adapter = self.adapters.take(request.adapter)
         self._live[request.request_id] = seq, TextStream(decoding, params)
         self.scheduler.add(seq)
@@ -103,14 +114,15 @@ class Engine:
         return self.scheduler.has_work()
 
     def step(self) -> list[RequestOutput]:
-        """One batch through the model; what it added to the requests that got a token. Nothing when there is none."""
+        """Runs one batch through the model, and returns the outputs of the requests that got a token. Does nothing when
+        there is no request."""
         work = self.scheduler.schedule()
         if not work:
             return []
         self.pack_weights(self._step_seconds)
         began = time.perf_counter()
         try:
-            outputs = self._compute(work)
+            outputs = self._compute(work if self._draft is None else self._draft.fill(work))
         finally:
             self._step_seconds = time.perf_counter() - began
         if self.loaded.kept is not None:
@@ -118,7 +130,8 @@ class Engine:
         return outputs
 
     def pack_weights(self, seconds: float = math.inf) -> bool:
-        """For at most about `seconds`: what makes coming steps faster (packing.py). Whether something is left to do."""
+        """Works for about `seconds` on making later steps faster (packing.py). Returns whether something is left to
+        do."""
         self.loaded.packer.pack(seconds)
         return self.loaded.packer.pending
 
@@ -132,21 +145,54 @@ class Engine:
         return self._postprocess(work, drawn)
 
     def _logits(self, work: list[Work]) -> Tensor:
-        """FP32 [samples, vocab]; sequences that want it learn how probable their prompts are."""
+        """FP32 [samples, vocab]; sequences that want them get the log-probabilities of their prompts."""
         if any(item.scored for item in work):
             return self.loaded.runner.run_scoring(work, lambda seq, found: seq.prompt_logprobs.extend(found))
         return self.loaded.runner.run(work)
 
     def load_adapter(self, name: str, directory: str | Path) -> dict[str, Any]:
-        """Loads a LoRA or DoRA, as peft writes one, under a name that requests may say; facts about it.
+        """Loads a LoRA or DoRA, as peft writes one, under a name that requests may use; returns facts about it.
 
         RequestError: the name is in use. ModelError: it does not fit this model. MachineError: there is no room.
         """
         return self.adapters.load(name, Path(directory)).view()
 
     def unload_adapter(self, name: str) -> None:
-        """Takes no new request for it; those that run end with it. RequestError: there is none of that name."""
+        """Takes no new request for the adapter; running ones finish with it. RequestError: there is none of that
+        name."""
         self.adapters.unload(name)
+
+    def load_weights(self, given: str | Path | Mapping[str, Tensor]) -> int:
+        """Replaces the weights by others of the same model, in place, and returns their version.
+
+        given: tensors as `engine.weights` names them, or a model directory, which is read as this engine's own was: by
+        the same recipe and with its scales. All or nothing. Nothing computed with the old weights is used
+        again: the prefix cache is empty, and is no longer kept in `cache_dir`. A draft model does not change.
+        RequestError: requests are running, adapters are loaded, or the options keep scales that would not fit.
+        ModelError, ScalesError: the weights are not of this model, or cannot be used.
+        """
+        self._check_replaceable()
+        tensors = given if isinstance(given, Mapping) else loading.weights_of(Path(given), self.loaded)
+        replace_weights(self.loaded.runner.model, tensors)
+        calibrated = None if isinstance(given, Mapping) else Path(given)
+        self.loaded = self.loaded.with_other_weights(calibrated)
+        self.scheduler.pool.forget()
+        self.weights_version += 1
+        return self.weights_version
+
+    def _check_replaceable(self) -> None:
+        if self._live:
+            raise RequestError(f"{len(self._live)} requests are running; weights are replaced between requests.")
+        if self.adapters.named:
+            raise RequestError(
+                f"The adapter {next(iter(self.adapters.named))!r} is loaded beside these weights; unload it first."
+            )
+        if self.options.roll_history:
+            raise RequestError(
+                "Scales follow the traffic (roll_history), and other weights bring their own; serve without it."
+            )
+        if self.options.kv_cache_dtype == "fp8":
+            raise RequestError("An FP8 cache has the scales of other keys and values; serve with kv_cache_dtype bf16.")
 
     def generate(
         self, prompts: Items[str | Items[int]], *, adapter: str | None = None, **sampling: Any
@@ -191,6 +237,7 @@ class Engine:
             "draft_tokens_total": self._totals["drafted"],
             "accepted_draft_tokens_total": self._totals["accepted"],  # that were part of the answer
             "accepted_by_position": self._accepted,
+            "draft_model_tokens_total": 0 if self._draft is None else self._draft.num_computed,
             "step_tokens": {"bounds": STEP_SIZES, "counts": self._step_sizes, "total": self._totals["computed"]},
             "preemptions_total": scheduler.num_preemptions,
             "prefix_queried_tokens_total": scheduler.num_prefix_queried,
@@ -200,8 +247,16 @@ class Engine:
             **self.loaded.traffic.stats(),
         }
 
+    def _draft_model(self) -> DraftModel | None:
+        parts, options, pool = self.loaded.draft, self.options, self.scheduler.pool
+        if parts is None:
+            return None
+        return DraftModel(
+            parts, pool, options.drafted_tokens, options.max_prefill_tokens, self.limits.vocab_size, self.eos_ids
+        )
+
     def _sequences_by_adapter(self) -> dict[str, dict[str, int]]:
-        """Of every adapter how many sequences run and wait."""
+        """For every adapter, how many sequences run and wait."""
         found = {name: {"running": 0, "waiting": 0} for name in self.adapters.named}
         for seq, _ in self._live.values():
             if seq.adapter is not None and not seq.adapter.retired:
@@ -209,21 +264,22 @@ class Engine:
         return found
 
     def scales(self) -> list[dict[str, Any]]:
-        """One record per FP8 layer, about its input; None where its scale follows every input.
+        """One record per FP8 layer, about its input; its numbers are None where the scale follows every input.
 
-        Since the start: amax, saturated (elements cut off), saturation (their share), and by the present `scale`
-        headroom = 448 / (amax * scale): 2 means that inputs twice as large would still fit. Of the last window:
+        Since the start: amax, saturated (elements cut off), saturation (their share), and, for the present `scale`,
+        headroom = 448 / (amax * scale): 2 means that inputs twice as large would still fit. For the last window:
         window_amax, window_saturation, drift = window_amax / calibrated_amax, and whether that is beyond the alarm.
 
-        o_proj, gate_proj, up_proj and down_proj of the last decoder layer are given the tokens whose logits are wanted
-        and no others (model/network/decoder.py): their records are of these, not of whole prompts.
+        o_proj, gate_proj, up_proj and down_proj of the last decoder layer get only the tokens whose logits are needed
+        (model/network/decoder.py): their records describe these, not whole prompts.
         """
         return self.loaded.traffic.records(self._rows())
 
     def save_scales(self, path: str | Path) -> int:
-        """Writes the scales that follow the traffic, and their histories, to the file `path`; how many there are.
+        """Writes the scales that follow the traffic, and their histories, to the file `path`; returns their number.
 
-        RequestError: none does (roll_history). ScalesError: one of them cannot be served. MachineError: no room.
+        RequestError: none follows it (roll_history). ScalesError: one of them cannot be served. MachineError: the file
+        cannot be written.
         """
         checkpoint = self.loaded.traffic.rolled()
         try:
@@ -233,9 +289,9 @@ class Engine:
         return len(checkpoint.tensors)
 
     def save_prefixes(self) -> None:
-        """Writes the prefix cache to `cache_dir`, if there is one, as whoever ends an engine does last.
+        """Writes the prefix cache to `cache_dir`, if there is one. Call it last, before the engine ends.
 
-        Not for an engine whose weights were changed since it was loaded: prefixes of others are in its cache.
+        Do not call it if you changed the engine's weights by hand: its cache has prefixes of the old ones.
         """
         if self.loaded.kept is not None:
             self.loaded.kept.save(self.scheduler.pool, self.loaded.runner)
@@ -246,7 +302,8 @@ class Engine:
     def info(self) -> dict[str, Any]:
         """What runs, and with which limits."""
         adapters = [adapter.view() for adapter in self.adapters.named.values()]
-        return {**self.loaded.info(), "adapters": adapters, "load_seconds": round(self._load_seconds, 3)}
+        found = {"adapters": adapters, "weights_version": self.weights_version}
+        return {**self.loaded.info(), **found, "load_seconds": round(self._load_seconds, 3)}
 
     def _checked(self, prompts: Items[str | Items[int]]) -> Items[str | Items[int]]:
         if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in prompts):
@@ -281,7 +338,7 @@ class Engine:
         return outputs
 
     def _accept_drawn(self, item: Work, drawn: list[Sampled]) -> list[RequestOutput]:
-        """The token that follows; as long as it is the draft's, the next one as well."""
+        """Accepts the token that follows, and the next ones as long as they agree with the draft."""
         seq, outputs = item.seq, [self._accept(item.seq, drawn[0])]
         for drafted, sampled in zip(item.draft, drawn[1:], strict=True):
             if seq.status is Status.FINISHED or seq.token_ids[-1] != drafted:

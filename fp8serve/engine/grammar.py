@@ -4,7 +4,7 @@ llguidance parses what was generated and gives, for every step, a bit per token 
 rest. A grammar is in llguidance's dialect of Lark, or in llama.cpp's GBNF, which is translated. The library limits its
 own effort (`LLParserLimits`), so a hostile schema is refused instead of stalling the engine. Compiling is quick for
 ordinary schemas (well under 10 ms) and takes up to 0.2 s for the largest; a request of many answers compiles once. The
-tokenizer's tables are made once, when the first such request comes.
+tokenizer's tables are made once, when the first such request arrives.
 
 An answer is complete when its grammar can go no further or end-of-text is drawn where the grammar allows it; one that
 is cut off by max_new_tokens says "length" and need not conform. No torch.
@@ -32,7 +32,7 @@ class Matcher:
         self.parser = matcher
 
     def accept(self, token_id: int) -> bool:
-        """Goes on by a token; False when the grammar does not allow it, or is too complex."""
+        """Advances by a token; False when the grammar does not allow it, or is too complex."""
         return self.parser.consume_token(token_id)
 
     @property
@@ -82,15 +82,15 @@ def validate(params: SamplingParams) -> None:
 
 @lru_cache(maxsize=KEPT)
 def _complaint(kind: str, text: str) -> str:
-    """What the library has against it, or nothing."""
+    """The library's complaint about it, or None."""
     try:
         return llguidance.LLMatcher.validate_grammar(_in_library_form(kind, text))
-    except ValueError as error:  # a schema nested too deeply, or what is no GBNF
+    except ValueError as error:  # a schema nested too deeply, or text that is not GBNF
         return str(error)
 
 
 def _in_library_form(kind: str, text: str) -> str:
-    """The library's own notation. ValueError for what cannot be written in it."""
+    """The form in the library's own notation. ValueError when it cannot be written in it."""
     if kind == "json_schema":
         return llguidance.LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
     if kind == "regex":
@@ -99,7 +99,8 @@ def _in_library_form(kind: str, text: str) -> str:
 
 
 def _lark(grammar: str) -> str:
-    """GBNF is what has rules with "::="; ValueError where that is not all it takes."""
+    """Lark as it is, GBNF translated; a grammar is GBNF if it has rules with "::=". ValueError: it is not valid
+    GBNF."""
     if "::=" not in grammar or is_lark_syntax(grammar):
         return grammar
     try:
@@ -112,5 +113,7 @@ def _lark(grammar: str) -> str:
 
 def _refusal(kind: str, complaint: str) -> RequestError:
     what = {"json_schema": "JSON schema"}.get(kind, kind)
+    if complaint.startswith("NoExtensionBias"):  # the form refers to itself without end
+        return RequestError(f"The {what} cannot be used: nothing of finite length fits it.")
     reason = " ".join(complaint.partition("<state>")[0].split())[:MAX_COMPLAINT].rstrip(".")
     return RequestError(f"The {what} cannot be used: {reason}.")

@@ -15,8 +15,9 @@ A graph reads the memory that its capture read, so it sees values that are writt
 that was replaced. `Recorded` looks for those while the device computes; if there is one, everything is captured anew
 and the step repeated, which writes the same places of the cache.
 
-What cannot be captured runs as before: prompts, batches with a prompt in them, and everything if the capture fails;
-`info` then shows the reason. Logits are bit-equal to those of the step that was not captured: the same kernels run.
+Steps that cannot be captured run as before: prompts, batches with a prompt in them, and everything if the capture
+fails; `info` then shows the reason. Logits are bit-equal to those of the step that was not captured: the same kernels
+run.
 """
 
 from bisect import bisect_left
@@ -34,7 +35,7 @@ WARM_UPS = 2  # runs before the capture: libraries load kernels and take their w
 
 
 class Capture(Protocol):
-    """Records `run`, and returns what repeats it: the same tensor every time, overwritten."""
+    """Records `run`, and returns a function that repeats it: it returns the same tensor every time, overwritten."""
 
     def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]: ...
 
@@ -65,7 +66,7 @@ class CudaCapture:
 
 
 class Recorded:
-    """What a capture of `model` has read: its modules and tensors, and their memory, which stays while this does."""
+    """The modules and tensors of `model` that a capture has read; their memory is kept as long as this object."""
 
     def __init__(self, model: nn.Module) -> None:
         owners = list(model.modules())
@@ -76,7 +77,7 @@ class Recorded:
         self._memory = [tensor.untyped_storage() for tensor in tensors]
 
     def is_current(self) -> bool:
-        """Whether the model consists of these still."""
+        """Whether the model still consists of these."""
         for table, name, thing in self._things:
             if table.get(name) is not thing:
                 return False
@@ -89,7 +90,7 @@ def sizes_up_to(most: int) -> list[int]:
 
 
 class Buffers:
-    """The integers of a decoding step of up to `rows` sequences with up to `width` blocks each, here and there."""
+    """The integers of a decoding step of up to `rows` sequences with up to `width` blocks each, on host and device."""
 
     def __init__(self, rows: int, width: int, device: torch.device) -> None:
         self.rows, self.width = rows, width
@@ -115,7 +116,7 @@ class Buffers:
         return StepTensors(token_ids, positions, slots, queries, None, queries)
 
     def fill(self, work: Sequence[Work], size: int, block_size: int) -> None:
-        """Sends the integers of `work`, one token each, filled up to `size` rows. Nothing waits."""
+        """Sends the integers of `work`, one token each, padded to `size` rows. Nothing waits."""
         wide, narrow, rows = self._wide.numpy(), self._narrow.numpy(), self.rows
         padded = [*work, *[work[0]] * (size - len(work))]
         positions = [item.start for item in padded]
@@ -140,7 +141,7 @@ class Buffers:
 
 
 def _slots(work: Sequence[Work], size: int, block_size: int) -> list[int]:
-    """Where the keys and values go; nowhere (-1) for rows that only fill up."""
+    """Where the keys and values go; nowhere (-1) for rows that are padding."""
     found = [item.seq.block_table[item.start // block_size] * block_size + item.start % block_size for item in work]
     return found + [-1] * (size - len(work))
 

@@ -8,15 +8,16 @@ on a CPU gives a row the same bits among 2 or 512 rows but others when it is alo
 5. So there each layer is measured once, when the engine starts: random rows, several heights, every row compared bit
 for bit with the same row computed in a tile of `BASE` rows, and at another place in that tile.
 
-  * all heights agree (our kernels are written so that they do): an FP8 layer runs as it is, and one of torch's in
+  * if all heights agree (our kernels are written so that they do), an FP8 layer runs as it is, and one of torch's in
     tiles, because a library may change its routine at any height that was not measured;
-  * some agree: it runs in tiles of those heights, the last filled up with zeros;
-  * a row depends on its neighbours within a tile (one activation scale per tensor): one row at a time. Slow, and right.
+  * if some agree, the layer runs in tiles of those heights, the last padded with zeros;
+  * if a row depends on its neighbours within a tile (one activation scale per tensor), it runs one row at a time, which
+    is slow but right.
 
 A measurement is evidence and not proof, so it is made sensitive. Two orders of summation differ in the last bits of an
 FP32 sum; a BF16 result shows that in one element of thirty thousand. FP8 layers are therefore measured with an FP32
-result, and a BF16 layer on a weight of its shape for which every exact sum is zero: what comes out is the rounding.
-Only heights that were measured are ever run, except by an FP8 layer in the first case, of which only a sample was
+result, and a BF16 layer on a weight of its shape for which every exact sum is zero, so that the result is the rounding.
+Only measured heights are ever run, except by an FP8 layer in the first case, for which only a sample of heights was
 measured.
 
 Costs: about 1,000 rows through one layer of every kind, once; for BF16 layers a weight's memory, briefly.
@@ -107,7 +108,8 @@ def _in_tiles(inner: Rows, x: Tensor, height: int) -> Tensor:
 
 
 def _agrees(inner: Rows, x: Tensor, height: int, base: Tensor) -> bool:
-    """Heights that would be run are tried on all of x; the others, which only show that any would do, on one tile."""
+    """Heights that would be run are tried on all of x; the others, which only show that any height works, on one
+    tile."""
     some = x if height in TILES else x[:height]
     return torch.equal(_in_tiles(inner, some, height), base[: len(some)])
 
@@ -145,7 +147,7 @@ def _kind(layer: nn.Module) -> object:
 
 
 def _sensitive(layer: nn.Module, dtype: torch.dtype, rows: int) -> tuple[Rows, Tensor]:
-    """What computes as `layer` does but shows its roundings, and an input for it: [rows, in]."""
+    """A module that computes like `layer` but shows its roundings, and an input for it: [rows, in]."""
     rng = torch.Generator().manual_seed(0)
     if isinstance(layer, FrozenLinear):
         twin = copy(layer)

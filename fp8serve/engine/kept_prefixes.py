@@ -1,15 +1,15 @@
 """The prefix cache across restarts: the blocks used last, kept in a file of `cache_dir` (prefix_file.py).
 
-They are written when the engine ends cleanly, and while it runs at most every `cache_dir_seconds`, after a step: the
-blocks are copied, which is what the step's readers wait for (a gigabyte takes some tenths of a second), and a thread
+They are written when the engine ends cleanly, and while it runs at most every `cache_dir_seconds`, after a step. The
+requests wait only while the blocks are copied (some tenths of a second for a gigabyte); a thread
 writes the copy. An engine of the same model and options finds them when it starts and serves hits as its predecessor
-would have; tenants stay apart, because hashes begin with the tenant.
+would have; tenants stay separate, because hashes begin with the tenant.
 
 Keys and values depend on weights, scales, recipe, cache type and kernels: all of these are in the fingerprint. Weights
-are told by the names, sizes and times of their files and a sample of their contents, so that a start does not wait
-until gigabytes are read; a copy of the model that has other times begins with an empty cache. What does not fit is
-left alone with one line in the log, and written over later. Scales that follow the traffic (`roll_history`) have no
-fingerprint: EngineOptions refuses the two together.
+are identified by the names, sizes and times of their files and a sample of their contents, so that a start does not
+wait until gigabytes are read; a copy of the model that has other times begins with an empty cache. A file that does not
+match is ignored with one line in the log, and overwritten later. Scales that follow the traffic (`roll_history`) have
+no fingerprint: EngineOptions refuses the two together.
 """
 
 import json
@@ -49,7 +49,7 @@ class KeptPrefixes:
         self._thread: Thread | None = None
 
     def restore(self, pool: BlockPool, runner: Runner) -> None:
-        """Publishes the blocks of the file, as many as fit; a file that cannot be used is as good as none."""
+        """Publishes the blocks of the file, as many as fit; a file that cannot be used is treated like none."""
         remove_left_overs(self._path.parent)
         if not present(self._path):
             return
@@ -64,7 +64,7 @@ class KeptPrefixes:
         log.info("The prefix cache starts with %d blocks of %s.", len(blocks), self._path)
 
     def save_if_due(self, pool: BlockPool, runner: Runner) -> None:
-        """Begins to write when it is time to and something has changed."""
+        """Begins to write when it is due and something has changed."""
         writing = self._thread is not None and self._thread.is_alive()
         if time.monotonic() - self._last < self._seconds or writing:
             return
@@ -105,7 +105,7 @@ class KeptPrefixes:
 def kept_prefixes(
     model_dir: Path, config: ModelConfig, options: EngineOptions, sizes: CachePlan
 ) -> KeptPrefixes | None:
-    """Of an engine with these options, if they ask for it.
+    """The kept prefixes of an engine with these options, if they ask for it.
 
     RequestError: the limit is less than a block. MachineError: the directory cannot be made.
     """
@@ -124,7 +124,7 @@ def kept_prefixes(
         ) from None
     chosen = {name: getattr(options, name) for name in ("recipe", "kv_cache_dtype", "block_size")}
     chosen["scales"] = None if options.scales is None else str(Path(options.scales).resolve())
-    # only where the angles of keys depend on it: it may be what memory allows, and other at every start
+    # only where the angles of keys depend on it: it may depend on free memory, and differ at every start
     is_long = any(isinstance(rope.scaling, LongRope) for rope in config.layer_ropes if rope)
     chosen["length"] = sizes.max_model_len if is_long else None
     said = _digest({"model": str(model_dir.resolve()), **chosen})
@@ -134,7 +134,7 @@ def kept_prefixes(
 
 
 def _of_weights(model_dir: Path, options: EngineOptions) -> dict[str, object]:
-    """Which model this is, down to the times of its files."""
+    """What identifies the model, down to the times of its files."""
     files = {path.name: path for kind in ("*.safetensors", "*.json") for path in model_dir.glob(kind)}
     files |= {} if options.scales is None else {"scales of the options": Path(options.scales)}
     states = {name: path.stat() for name, path in files.items() if regular_file(path)}
@@ -143,7 +143,7 @@ def _of_weights(model_dir: Path, options: EngineOptions) -> dict[str, object]:
 
 
 def _of_machine(options: EngineOptions) -> dict[str, object]:
-    """What computes."""
+    """What identifies the kernels and libraries that compute."""
     kind = torch.device(options.device)
     device = torch.cuda.get_device_name(kind) if kind.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     return {

@@ -1,4 +1,5 @@
-"""Which block of the key/value cache belongs to whom. Pure bookkeeping: numbers of blocks, never their contents.
+"""Which block of the key/value cache belongs to which sequence. Pure bookkeeping: numbers of blocks, never their
+contents.
 
 A block holds the keys and values of `block_size` consecutive tokens of one sequence, in every layer. A sequence's block
 table lists its blocks in order; token t lies in `block_table[t // block_size]` at offset `t % block_size`.
@@ -8,8 +9,12 @@ the block before it and its own tokens, so equal hashes mean equal prefixes of t
 share it by reference count. A block nobody holds stays published until its memory is needed: the free list is ordered
 by last use, unpublished blocks first. Partly filled blocks are never shared, so nothing is ever copied on write.
 
-A prefix that a sequence is still computing is known too (`is_coming`): whoever needs it does better to wait than to
-compute it again, so four answers to one prompt cost one prompt.
+A prefix that a sequence is still computing is known, too (`is_coming`): another sequence that needs it waits instead of
+computing it again, so four answers to one prompt cost one prompt.
+
+A draft model (draft_model.py) has a cache of its own in which the same block numbers mean the same tokens, so that its
+keys and values are freed, shared and lost with the sequence's. It computes later than the model and not always, so each
+block records how many of its tokens the draft model has computed (`drafted`).
 
 Costs: O(blocks touched) for every call; one BLAKE2b of a block's tokens, once per sequence.
 """
@@ -34,8 +39,9 @@ class BlockPool:
         self._published: dict[bytes, int] = {}  # hash -> block
         self._hashes: list[bytes | None] = [None] * num_blocks  # block -> hash it is published under
         self._free = OrderedDict.fromkeys(range(num_blocks))  # next to be taken first
-        self._coming: dict[bytes, Sequence] = {}  # hash of a block to be published -> who computes it
+        self._coming: dict[bytes, Sequence] = {}  # hash of a block to be published -> the sequence that computes it
         self._restored: set[int] = set()  # blocks whose contents came from a file
+        self._drafted = [0] * num_blocks  # of each block, how many tokens the draft model has computed
 
     @property
     def num_free(self) -> int:
@@ -66,7 +72,7 @@ class BlockPool:
         return True
 
     def fits(self, seq: Sequence, reserve: int = 0) -> bool:
-        """Whether there are blocks for all tokens of `seq`, with `reserve` to spare."""
+        """Whether there are blocks for all tokens of `seq`, leaving `reserve` free."""
         shared = self._cached_prefix(seq)
         fresh = self._blocks_for(len(seq.token_ids)) - len(shared)
         return self.num_free - sum(self._holders[block] == 0 for block in shared) - fresh >= reserve
@@ -78,7 +84,7 @@ class BlockPool:
 
     def grow(self, seq: Sequence, ahead: int = 0, reserve: int = 0) -> bool:
         """Makes room for every token of `seq` and `ahead` more; False, changing nothing, when there are not enough free
-        blocks, `reserve` of them to spare where any are taken."""
+        blocks. If any are taken, `reserve` must remain free."""
         missing = self._blocks_for(len(seq.token_ids) + ahead) - len(seq.block_table)
         if missing > 0 and missing + reserve > self.num_free:
             return False
@@ -105,6 +111,21 @@ class BlockPool:
         seq.block_table = []
         seq.num_computed = 0
 
+    def drafted(self, seq: Sequence) -> int:
+        """How many tokens of `seq`, from the first, have their place in the draft model's cache filled."""
+        for index, block in enumerate(seq.block_table):
+            if self._drafted[block] < self.block_size:
+                return index * self.block_size + self._drafted[block]
+        return len(seq.block_table) * self.block_size
+
+    def mark_drafted(self, seq: Sequence, start: int, end: int) -> None:
+        """Records that the draft model has computed tokens [start, end) of `seq`, and those before. They are the
+        sequence's own, so a sequence that shares a block later shares these, too."""
+        for index in range(start // self.block_size, self._blocks_for(end)):
+            block = seq.block_table[index]
+            filled = min(self.block_size, end - index * self.block_size)
+            self._drafted[block] = max(self._drafted[block], filled)
+
     def recent(self) -> list[tuple[bytes, int]]:
         """(hash, block) of every published block: those in use first, then the others, most recently used first."""
         held = [block for block in self._published.values() if self._holders[block]]
@@ -112,8 +133,8 @@ class BlockPool:
         return [(key, block) for block in blocks if (key := self._hashes[block]) is not None]
 
     def restore(self, hashes: Items[bytes]) -> list[int]:
-        """Publishes the first of `hashes`, the most recently used first, in a pool that was never used; the blocks,
-        which the caller fills."""
+        """Publishes the first of `hashes`, the most recently used first, in a pool that was never used; returns the
+        blocks, which the caller fills."""
         blocks = list(range(min(self.num_blocks, len(hashes))))
         for key, block in zip(hashes, blocks, strict=False):
             self._published[key], self._hashes[block] = block, key
@@ -122,8 +143,15 @@ class BlockPool:
         self._restored = set(blocks)
         return blocks
 
+    def forget(self) -> None:
+        """Forgets all published blocks, because the weights have changed. No sequence may hold a block."""
+        self._published.clear()
+        self._coming.clear()
+        self._restored.clear()
+        self._hashes = [None] * self.num_blocks
+
     def restored_tokens(self, seq: Sequence) -> int:
-        """Of the tokens that an admitted `seq` found in the cache those that came from a file."""
+        """How many of the tokens that an admitted `seq` found in the cache came from a file."""
         found = seq.block_table[: seq.num_computed // self.block_size]
         return self.block_size * sum(block in self._restored for block in found)
 
@@ -147,7 +175,7 @@ class BlockPool:
             hashes.append(blake2b(before + tokens.tobytes(), digest_size=HASH_BYTES).digest())
 
     def _root(self, seq: Sequence) -> bytes:
-        """What a chain begins with."""
+        """The hash with which a chain begins."""
         return blake2b(seq.request.tenant.encode(), digest_size=HASH_BYTES, key=seq.salt).digest()
 
     def _shareable(self, seq: Sequence) -> int:
@@ -169,6 +197,7 @@ class BlockPool:
             del self._published[key]
             self._hashes[block] = None
         self._restored.discard(block)
+        self._drafted[block] = 0
         self._holders[block] = 1
         return block
 

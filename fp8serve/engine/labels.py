@@ -1,8 +1,8 @@
-"""How logits of labels come of a text's vectors: by an encoder's head, a decoder's, or two tokens of a decoder's.
+"""Computes the logits of labels from hidden states: by an encoder's head, a decoder's head, or two tokens of a decoder.
 
-Qwen3-Reranker has no head of its own: behind a prompt that asks whether a document answers a query, what it thinks of
-"yes" and "no" as the next token is the score. Its conversion to a head of one label (`Qwen3ForSequenceClassification`)
-reads the same prompt. The prompt is that of the model's own page; a file that holds it is not published with it.
+Qwen3-Reranker has no head of its own: after a prompt that asks whether a document answers a query, the score comes from
+the logits of "yes" and "no" as the next token. Its conversion to a head of one label (`Qwen3ForSequenceClassification`)
+reads the same prompt. The prompt is that of the model's page, because no file that is published with the model has it.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.storage.files import read_json
 from fp8serve.model.text.tokenizer import Tokenizer
 
-Around = tuple[str, str, str]  # what stands before the query, between it and the document, and behind that
+Around = tuple[str, str, str]  # the texts before the query, between it and the document, and after that
 QWEN3: Around = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
@@ -41,7 +41,7 @@ class OfEncoder:
 
     @property
     def segments(self) -> int:
-        """Kinds of texts that the model tells apart."""
+        """How many kinds of texts the model distinguishes."""
         return self.model.config.type_vocab_size
 
     def asked(self, text: str, second: str | None) -> tuple[str, str | None]:
@@ -54,23 +54,23 @@ class OfEncoder:
 
 @dataclass(frozen=True)
 class OfDecoder:
-    """What a decoder makes of the last token. words: the ids of yes and no, of one without a head of labels."""
+    """Scores by a decoder's last token. words: the ids of yes and no, for a decoder without a head of labels."""
 
     model: Model
     head: Head
     around: Around | None
     words: tuple[int, int] | None = None
-    segments: int = 2  # a tokenizer may tell them apart, and the model does not
+    segments: int = 2  # a tokenizer may distinguish them, but the model does not
 
     def asked(self, text: str, second: str | None) -> tuple[str, str | None]:
-        """What the tokenizer is given for a text, or a pair."""
+        """The text to tokenize for a text, or a pair."""
         if second is None or self.around is None:
             return text, second
         before, between, behind = self.around
         return f"{before}{text}{between}{second}{behind}", None
 
     def logits(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
-        """hidden [tokens, H] of some texts -> FP32 [texts, labels]; each for itself."""
+        """hidden [tokens, H] of some texts -> FP32 [texts, labels]; each text by itself."""
         rows = torch.cat([self.model.logits(hidden[end - 1 : end]) for end in accumulate(lengths)])
         if self.words is None:
             return rows
@@ -79,7 +79,7 @@ class OfDecoder:
 
 
 def labelled(model: AnyModel, tokenizer: Tokenizer, model_dir: Path) -> OfEncoder | OfDecoder:
-    """ModelError: the model has no labels, and is none that judges."""
+    """How `model` scores. ModelError: it has no labels and is not a reranker."""
     head = model.config.head
     if isinstance(model, Encoder):
         if head is None:

@@ -1,17 +1,17 @@
-"""A model directory becomes what an engine runs: decoder, tokenizer, cache, and layers that do not mix their rows.
+"""Loads what an engine runs from a model directory: decoder, tokenizer, cache, and layers that do not mix their rows.
 
 A recipe with one dynamic scale per activation tensor would let the requests of a batch change each other's numbers. In
-serving, the tensor of such a scale is one token's row: the numbers that a request gets when it is alone, always.
+serving, such a scale is therefore that of one token's row, so that a request gets the numbers that it gets alone.
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from fp8serve.engine.accelerator import (
     GraphReport,
@@ -22,10 +22,12 @@ from fp8serve.engine.accelerator import (
     use_threads,
 )
 from fp8serve.engine.bad_words import Bans
+from fp8serve.engine.draft_loading import LoadedDraft, draft_config, load_draft
+from fp8serve.engine.draft_model import DraftParts
 from fp8serve.engine.grammar import Grammars
 from fp8serve.engine.invariant import make_row_independent
 from fp8serve.engine.kept_prefixes import KeptPrefixes, kept_prefixes
-from fp8serve.engine.memory import CachePlan, check_length, plan
+from fp8serve.engine.memory import CachePlan, check_length, plan, weight_bytes
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.packing import Packer, packer_of
 from fp8serve.engine.request import EngineLimits
@@ -61,7 +63,7 @@ GPU_HEAD_DIM = 512  # csrc/cuda/attention.cu
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model that is ready to run, and what there is to say about it."""
+    """A model that is ready to run, and facts about it."""
 
     model_dir: Path
     options: EngineOptions
@@ -77,6 +79,7 @@ class Loaded:
     packer: Packer
     traffic: Traffic
     kept: KeptPrefixes | None
+    draft: DraftParts | None
     differences: list[str]  # why log-probabilities are not those of training; see model/parity.py
 
     def info(self) -> dict[str, Any]:
@@ -97,10 +100,11 @@ class Loaded:
             "max_model_len": self.plan.max_model_len,
             "max_num_seqs": options.max_num_seqs,
             "max_batch_tokens": options.step_tokens,
-            "speculative_tokens": options.speculative_tokens,
+            "speculative_tokens": options.drafted_tokens,
+            "draft_model": None if self.draft is None else self.draft.info(),
             "block_size": options.block_size,
             "num_blocks": self.plan.num_blocks,
-            "kv_cache_bytes": self.plan.num_blocks * self.plan.block_bytes,
+            "kv_cache_bytes": self.plan.cache_bytes,
             "weight_bytes": weight_bytes(self.runner.model),
             "vocab_size": config.vocab_size,
             "eos_token_ids": list(config.eos_token_ids),
@@ -111,22 +115,31 @@ class Loaded:
             "log_probs_differ_because": self.differences,
         }
 
+    def with_other_weights(self, model_dir: Path | None) -> "Loaded":
+        """The record after the weights were replaced, by those of a directory if it is given. Kept prefixes belong to
+        the old ones."""
+        calibrated = Calibrated(DelayedScaling(), {})
+        if model_dir is not None:
+            calibrated = _calibrated(model_dir, self.frozen, replace(self.options, scales=None))
+        self.traffic.begin_anew(calibrated)
+        return replace(self, kept=None)
+
     def limits(self) -> EngineLimits:
-        """What requests are checked against."""
+        """The limits against which requests are checked."""
         plan, config = self.plan, self.config
         has_tokenizer = self.tokenizer is not None
         size = self.options.block_size
         return EngineLimits(plan.max_model_len, plan.num_blocks, size, config.vocab_size, has_tokenizer)
 
     def rows(self, tokens: int, sampled: int) -> dict[str, int]:
-        """How many rows each FP8 layer has read; `tokens` were computed, and of `sampled` there were logits."""
+        """How many rows each FP8 layer has read when `tokens` were computed, `sampled` of them with logits."""
         pruned = set(self.runner.model.pruned_names())
         rows = {name: sampled if name in pruned else tokens for name in self.frozen}
         return rows | rows_of_experts(self.runner.model)
 
 
-def load(model_dir: Path, options: EngineOptions) -> Loaded:
-    """See `Engine` for what is raised."""
+def load(model_dir: Path, options: EngineOptions, given: Model | None = None) -> Loaded:
+    """See `Engine` for `given`, a model with its weights, and for what is raised."""
     on_gpu = check_device(options.device).type == "cuda"
     use_threads(options)
     config = read_config(model_dir)
@@ -137,37 +150,83 @@ def load(model_dir: Path, options: EngineOptions) -> Loaded:
             "serve it on a CPU."
         )
     cache_dtype = torch.float8_e4m3fn if options.kv_cache_dtype == "fp8" else torch.bfloat16
-    sizes = None if on_gpu else plan(config, options, cache_dtype)  # before the weights: it is the cheaper refusal
+    draft_dir = None if options.draft_model is None else Path(options.draft_model)
+    of_draft = None if draft_dir is None else draft_config(draft_dir, model_dir, config)
+    # before the weights: it is the cheaper refusal
+    sizes = None if on_gpu else plan(config, options, cache_dtype, draft=of_draft)
     check_length(config, options)
-    recipe, given = parse_recipe(options.recipe), _path(options.scales)
-    model = load_servable(model_dir, recipe, given, options.device, head=options.head_dtype)
-    frozen = {name: module for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
-    frozen.pop(model.head_name, None)
+    recipe, chosen = parse_recipe(options.recipe), _path(options.scales)
+    model = given or load_servable(model_dir, recipe, chosen, options.device, head=options.head_dtype)
+    drafting = None if draft_dir is None else load_draft(draft_dir, model, options)
+    frozen = _frozen(model)
     scales_batch = any(layer.input_spec.depends_on_batch for layer in frozen.values())
     tiles = separate_rows(model, frozen, options)
     scales = _cache_scales(model_dir, options) if options.kv_cache_dtype == "fp8" else None
-    sizes = sizes or plan_on_gpu(model, config, options, cache_dtype)
+    sizes = sizes or plan_on_gpu(model, config, options, cache_dtype, of_draft)
     model.expect(sizes.max_model_len)
     runner = Runner(model, sizes.num_blocks, options.block_size, cache_dtype, scales, options.max_lora_rank)
     graphs = capture_decoding(runner, options, sizes.max_model_len)
     forget_trial_runs(list(frozen.values()))
     reset_token_counts(model)
     grammars = Grammars(model_dir / "tokenizer.json", config.vocab_size, config.eos_token_ids)
-    tokenizer, packer = _tokenizer(model_dir), Packer([]) if on_gpu else packer_of(model)
+    draft = None if drafting is None else _draft_parts(drafting, sizes, options)
+    models = [model] if draft is None else [model, draft.runner.model]
+    tokenizer, packer = _tokenizer(model_dir), Packer([]) if on_gpu else packer_of(*models)
     bans = Bans(tokenizer, config.vocab_size, config.eos_token_ids)
     checkpoint = open_checkpoint(model_dir)
     found = left_out_notes(model_dir, checkpoint.left_out), widened_note(checkpoint.shards), computed_by_note(config)
     for note in chain.from_iterable(found):
         log.warning(note)
-    calibrated = _calibrated(model_dir, frozen, options)
+    calibrated = _calibrated(model_dir, frozen, options) if given is None else Calibrated(DelayedScaling(), {})
     traffic = Traffic(frozen, calibrated, options)
     kept = kept_prefixes(model_dir, config, options, sizes)
     trained = Float8CurrentScaling() if scales_batch else calibrated.rules
     differences = list(parity.differences(trained, config, options.device, sizes.max_model_len))
     of_options = ((CACHE, scales is not None), (ROLLS, options.roll_history), (HEAD, options.head_dtype != "bf16"))
     differences += [text for text, holds in of_options if holds]
-    parts = tokenizer, grammars, bans, sizes, runner, frozen, tiles, graphs, packer, traffic, kept, differences
+    parts = tokenizer, grammars, bans, sizes, runner, frozen, tiles, graphs, packer, traffic, kept, draft, differences
     return Loaded(model_dir, options, config, *parts)
+
+
+def weights_of(model_dir: Path, loaded: Loaded) -> dict[str, Tensor]:
+    """The tensors of another directory of the same model, read as that of `loaded` was. ModelError: it holds another
+    model."""
+    options = loaded.options
+    if _network(read_config(model_dir)) != _network(loaded.config):
+        raise ModelError(
+            f"{model_dir} has another configuration than {loaded.model_dir}; load weights of the same model."
+        )
+    model = load_servable(model_dir, parse_recipe(options.recipe), None, options.device, head=options.head_dtype)
+    for name, layer in _frozen(model).items():
+        layer.make_rows_independent()
+        if name not in loaded.frozen or layer.input_spec != loaded.frozen[name].input_spec:
+            raise ModelError(f"{model_dir} quantizes the input of {name} in another way than {loaded.model_dir}.")
+    return model.state_dict()
+
+
+def _network(config: ModelConfig) -> ModelConfig:
+    """The part of the configuration that decides how a model computes."""
+    return replace(config, dtype="bfloat16", eos_token_ids=())
+
+
+def _frozen(model: Model) -> dict[str, FrozenLinear]:
+    """FP8 layers but for the head."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
+    found.pop(model.head_name, None)
+    return found
+
+
+def _draft_parts(loaded: LoadedDraft, sizes: CachePlan, options: EngineOptions) -> DraftParts:
+    """The draft model with its cache, of as many blocks as the model's."""
+    model, longest = loaded.model, min(loaded.model.config.max_length, sizes.max_model_len)
+    frozen = _frozen(model)
+    separate_rows(model, frozen, options)
+    model.expect(longest)
+    runner = Runner(model, sizes.num_blocks, options.block_size, torch.bfloat16)
+    capture_decoding(runner, options, sizes.max_model_len)
+    forget_trial_runs(list(frozen.values()))
+    reset_token_counts(model)
+    return DraftParts(loaded.name, runner, longest, loaded.cost, weight_bytes(model))
 
 
 def parse_recipe(text: str) -> Literal["stored", "bf16"] | recipe.Recipe:
@@ -187,9 +246,9 @@ def _tokenizer(model_dir: Path) -> Tokenizer | None:
 
 
 def separate_rows(model: Model, frozen: dict[str, FrozenLinear], options: EngineOptions) -> dict[str, tuple[int, ...]]:
-    """Makes every linear's rows independent of each other, and joins what can be joined; the heights of tiles.
+    """Makes every linear's rows independent of each other, and joins linears that can be joined; the heights of tiles.
 
-    Our CPU kernels are written to be and tested for it. Other products of a CPU are measured, and tiled where that is
+    Our CPU kernels are written and tested for this. Other products on a CPU are measured, and tiled where that is
     needed. On a GPU products choose their kernel by the number of rows, and tiles would cost most of its speed.
     """
     for layer in frozen.values():
@@ -229,7 +288,8 @@ def _cache_scales(model_dir: Path, options: EngineOptions) -> list[KvScale]:
 
 
 def _calibrated(model_dir: Path, frozen: dict[str, FrozenLinear], options: EngineOptions) -> Calibrated:
-    """What the scales that are served were made of; rules and no histories where only the weights' files have them."""
+    """The rules and histories from which the served scales were made; no histories if only the weights' files have
+    scales."""
     path = _path(options.scales) or model_dir / FILE_NAME
     if not present(path) or all(layer.input_scale is None for layer in frozen.values()):
         return Calibrated(DelayedScaling(), {})
@@ -242,9 +302,3 @@ def _calibrated(model_dir: Path, frozen: dict[str, FrozenLinear], options: Engin
 def _input_scales(frozen: dict[str, FrozenLinear]) -> str | None:
     """How the inputs of FP8 layers are scaled, in one word."""
     return ", ".join(sorted({input_scale(layer) for layer in frozen.values()})) or None
-
-
-def weight_bytes(model: nn.Module) -> int:
-    """Of all parameters and buffers, those that share memory counted once."""
-    tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
-    return sum(tensors.values())

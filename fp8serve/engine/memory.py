@@ -1,15 +1,16 @@
 """How long a sequence may be and how many cache blocks there are, from the model, the options and the free memory.
 
 On a CPU this is known before the weights are read: they are mapped, and need room to stay in memory. On a GPU it is
-measured when they lie there: what is free, less what must stay free for others (`gpu_memory` is the share of all its
-memory that this process may use), less what the largest step takes, which is run once to see. Graphs keep memory of
-their own, of no more than such a step, and so count as another. What is left becomes the cache.
+measured once they are loaded: the free memory, less what must stay free for others (`gpu_memory` is the share of all
+its memory that this process may use), less what the largest step takes, which is run once to measure it. Graphs keep
+memory of their own, no more than such a step, and are counted as another one. The rest becomes the cache.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import MachineError, RequestError
@@ -29,21 +30,37 @@ class CachePlan:
     max_model_len: int  # tokens
     num_blocks: int
     block_bytes: int  # of one block, in all layers
+    draft_block_bytes: int = 0  # of the same block in the draft model's cache
+
+    @property
+    def cache_bytes(self) -> int:
+        """The size of both caches together."""
+        return self.num_blocks * (self.block_bytes + self.draft_block_bytes)
 
 
-def plan(config: ModelConfig, options: EngineOptions, cache_dtype: torch.dtype, memory: int | None = None) -> CachePlan:
-    """Sizes for a cache of at most `memory` bytes; None: what the options allow, or this machine has free for it.
+def plan(
+    config: ModelConfig,
+    options: EngineOptions,
+    cache_dtype: torch.dtype,
+    memory: int | None = None,
+    draft: ModelConfig | None = None,
+) -> CachePlan:
+    """Sizes for a cache, and for that of a `draft` model, of at most `memory` bytes together; None: the bytes that the
+    options allow, or that this machine has free.
 
     RequestError when the options ask for more than the model can do, MachineError for more than fits in memory.
     """
     longest = check_length(config, options)
     block_bytes = _block_bytes(config, options.block_size, cache_dtype)
+    draft_bytes = 0 if draft is None else _block_bytes(draft, options.block_size, torch.bfloat16)
+    both = block_bytes + draft_bytes
     wanted = options.max_model_len or longest
     allowed = options.kv_cache_bytes or cache_memory(options.device) if memory is None else memory
     if options.num_blocks and options.kv_cache_bytes:
-        _check_blocks(options.num_blocks, block_bytes, options.kv_cache_bytes)
-    blocks = options.num_blocks or _fitting(options, _blocks(wanted, options), block_bytes, allowed)
-    return CachePlan(options.max_model_len or min(longest, blocks * options.block_size), blocks, block_bytes)
+        _check_blocks(options.num_blocks, both, options.kv_cache_bytes)
+    blocks = options.num_blocks or _fitting(options, _blocks(wanted, options), both, allowed)
+    length = options.max_model_len or min(longest, blocks * options.block_size)
+    return CachePlan(length, blocks, block_bytes, draft_bytes)
 
 
 def check_length(config: AnyConfig, options: EngineOptions) -> int:
@@ -67,7 +84,8 @@ def _blocks(tokens: int, options: EngineOptions) -> int:
 
 
 def _fitting(options: EngineOptions, per_sequence: int, block_bytes: int, memory: int) -> int:
-    """Blocks for all sequences at full length, or as many as memory allows, but for one at the length asked for."""
+    """Blocks for all sequences at full length, or as many as memory allows, but at least enough for one sequence at the
+    length asked for."""
     allowed = memory // block_bytes
     least = per_sequence if options.max_model_len else 1
     if allowed < least:
@@ -84,6 +102,12 @@ def _check_blocks(blocks: int, block_bytes: int, allowed: int) -> None:
             f"A cache of {blocks} blocks needs {blocks * block_bytes:,} bytes, more than the {allowed:,} that it may "
             "take; lower num_blocks, or leave it out."
         )
+
+
+def weight_bytes(*modules: nn.Module) -> int:
+    """The bytes of all parameters and buffers; those that share memory are counted once."""
+    tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
 def cache_memory(device: str) -> int:
@@ -110,7 +134,7 @@ def gpu_cache_memory(device: torch.device, options: EngineOptions, step_bytes: i
 
 
 def gpu_memory_info(device: torch.device) -> tuple[int, int]:
-    """(free, all) bytes of a GPU; what torch has cached and does not use counts as free."""
+    """(free, all) bytes of a GPU; memory that torch has cached and does not use counts as free."""
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)
 

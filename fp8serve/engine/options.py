@@ -16,6 +16,7 @@ from fp8serve.options import About, check, known_fields
 KvDtype = Literal["bf16", "fp8"]
 STEP_TOKENS = 512
 MAX_LORA_RANK = 256
+DRAFTED = 4  # tokens of a draft model's guess, at most, where nothing is said
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,21 @@ class EngineOptions:
         int,
         Ge(0),
         Le(64),
-        About("Tokens guessed at a time from the text so far, checked in one step; 0: none. Answers stay the same."),
+        About(
+            "Tokens guessed at a time, checked in one step: from the text so far, or by the draft model; 0: none, or "
+            f"{DRAFTED} with a draft model. Answers stay the same."
+        ),
     ] = 0
+    draft_model: Annotated[
+        str | None,
+        Len(1),
+        About(
+            "Directory of a small model of the same vocabulary that guesses tokens.",
+            unset="none",
+            metavar="MODEL",
+            private=True,
+        ),
+    ] = None
     max_lora_rank: Annotated[
         int, Ge(1), Le(4096), About("Largest rank of an adapter that may be loaded (LoRA, DoRA).")
     ] = MAX_LORA_RANK
@@ -125,6 +139,11 @@ class EngineOptions:
     def step_tokens(self) -> int:
         """Tokens computed in one step."""
         return self.max_batch_tokens or max(STEP_TOKENS, self.max_num_seqs)
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Tokens of a draft, at most; 0: nothing is drafted."""
+        return self.speculative_tokens or (0 if self.draft_model is None else DRAFTED)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

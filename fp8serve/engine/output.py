@@ -1,4 +1,4 @@
-"""What comes out of the engine: plain data, no torch, JSON both ways."""
+"""The engine's outputs: plain data, no torch, to JSON and back."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -31,8 +31,8 @@ _LOGPROBS = {"logprobs", "prompt_logprobs"}  # fields of an output
 class Timing:
     """How long a request waited, its prompt was computed, and tokens came, in seconds, by the engine's clock.
 
-    `arrived`: Unix time at which the engine's process had it. A phase that is None did not begin; the last one that did
-    lasts until the output that this comes with. A request that lost its place and got it again waits in its phase.
+    `arrived`: Unix time at which the engine's process received it. A phase that is None did not begin; the last one
+    that did lasts until the output that carries this. A request that was preempted waits within its phase.
     """
 
     arrived: float

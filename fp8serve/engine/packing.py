@@ -1,13 +1,13 @@
 """Weights in the order in which decoding reads them (csrc/cpu/gemm_packed.h): packed once, beside the first requests.
 
 A step of a few sequences waits for weights. In a checkpoint's order sixteen rows are read side by side; packed, they
-are one stream, which memory delivers faster, and need fewer loads and shuffles to become what is multiplied. So each
-weight is copied into memory of our own, in huge pages, because a stream begins anew with every page; and the
+are one stream, which memory delivers faster, and need fewer loads and shuffles before they are multiplied. So each
+weight is copied into memory of the process, in huge pages, because a stream begins anew with every page; and the
 pages of the mapped file are released, so that nothing is in memory twice.
 
-A gigabyte takes a second or two, for which the first token does not wait. Sums, and with them tokens, are the same to
-the last bit packed or not, so a matrix can be packed at any time between two steps: an idle engine does it at once, a
-busy one for as long as its last step took, until all is done.
+Packing a gigabyte takes a second or two, and the first token does not wait for it. Sums, and with them tokens, are the
+same to the last bit packed or not, so a matrix can be packed at any time between two steps: an idle engine does it at
+once, a busy one for as long as its last step took, until all is done.
 """
 
 import math
@@ -30,16 +30,16 @@ from fp8serve.model.network.fusing import Projections
 from fp8serve.model.network.memory import free_memory
 from fp8serve.model.storage.mapped import release_pages
 
-ROOM = 0.6  # of free memory may become packed weights; up to a quarter is the cache's
+ROOM = 0.6  # the share of free memory that packed weights may take; up to a quarter belongs to the cache
 
 
 def worth_packing() -> bool:
-    """Whether this machine's kernels read packed weights as they are; others would make rows of them again."""
+    """Whether this machine's kernels read packed weights directly; others would unpack them into rows again."""
     return ops.reads_packed()
 
 
 class Packable(Protocol):
-    """A weight [N, K] that can be read packed instead; None where that matrix is no more."""
+    """A weight [N, K] that can be read packed instead; None when that matrix no longer exists."""
 
     @property
     def weight(self) -> Tensor | None: ...
@@ -62,7 +62,7 @@ class Packer:
         return bool(self._left)
 
     def pack(self, seconds: float = math.inf) -> None:
-        """Packs until `seconds` have gone by or nothing is left; what was begun is finished."""
+        """Packs until `seconds` have passed or nothing is left; a matrix that was begun is finished."""
         end = time.perf_counter() + seconds
         while self._left and time.perf_counter() < end:
             self._pack_next(self._left.popleft())
@@ -76,14 +76,17 @@ class Packer:
         release_pages(weight)
 
 
-def packer_of(model: Model) -> Packer:
-    """Of every linear that runs; a head that is the embedding too stays as it is. Nothing where packing has no use."""
-    if not worth_packing():
-        return Packer([])
+def packer_of(*models: Model) -> Packer:
+    """A packer for every linear that runs, model by model, except a head that is also the embedding. None where packing
+    has no use."""
+    return Packer([matrix for model in models for matrix in _packable(model)] if worth_packing() else [])
+
+
+def _packable(model: Model) -> list[Packable]:
     shared = model.embedding.weight.data_ptr()
     kinds = FrozenLinear | OwnLinear | Projections | Stacked
     known = [matrix for matrix in model.matrices() if isinstance(matrix, kinds)]
-    return Packer([matrix for matrix in known if matrix.weight is None or matrix.weight.data_ptr() != shared])
+    return [matrix for matrix in known if matrix.weight is None or matrix.weight.data_ptr() != shared]
 
 
 def huge_pages(size: int) -> Tensor:

@@ -1,11 +1,11 @@
 """Blocks of a prefix cache as one safetensors file: written whole or not at all, read without trust.
 
     hashes  uint8 [blocks, 16]       what each block is published under (kv_cache.py), the most recently used first
-    k, v    [layers, blocks, ...]    what the cache holds, in its own type; of latent attention k alone
+    k, v    [layers, blocks, ...]    the contents of the cache, in its own type; for latent attention only k
 
-Its metadata hold a fingerprint of whatever the contents depend on, and a digest of the contents: a file that was made
-otherwise, was cut off or has a bit turned over is refused, and the cost is that of computing the prefixes again.
-Only its owner may read it, because keys and values tell as much as the prompts that they come from.
+Its metadata hold a fingerprint of everything that the contents depend on, and a digest of the contents. A file with
+another fingerprint, a truncated one and one with a flipped bit are refused; the prefixes are then computed again.
+Only its owner may read it, because keys and values reveal as much as the prompts from which they were computed.
 """
 
 import os
@@ -37,7 +37,7 @@ class Prefixes:
 
 
 def write(path: Path, found: Prefixes, fingerprint: str, model: str) -> None:
-    """Replaces the file at `path`. OSError: there is no room, or it is not ours to write; then the old one stays."""
+    """Replaces the file at `path`. OSError: there is no room, or no permission; the old one stays then."""
     hashes = torch.frombuffer(bytearray(b"".join(found.hashes)), dtype=torch.uint8).view(-1, HASH_BYTES)
     tensors = {"hashes": hashes, **found.tensors}
     temporary = path.with_name(f".{path.name}.tmp-{os.urandom(4).hex()}-{os.getpid()}")
@@ -54,10 +54,11 @@ def write(path: Path, found: Prefixes, fingerprint: str, model: str) -> None:
 
 
 def read(path: Path, fingerprint: str, like: Mapping[str, Tensor]) -> Prefixes:
-    """What `write` wrote; `like`: caches of the shapes and types that the tensors must have, but for their blocks.
+    """Reads what `write` wrote; `like`: caches whose shapes and types, except the number of blocks, the tensors must
+    have.
 
-    ModelError, in words that go on after the file's name: it was made of something else, or is damaged. OSError: it
-    cannot be read.
+    ModelError, worded as a clause that follows the file's name: it was made from something else, or is damaged.
+    OSError: it cannot be read.
     """
     try:
         entries, said = read_header(path)
@@ -78,7 +79,7 @@ def read(path: Path, fingerprint: str, like: Mapping[str, Tensor]) -> Prefixes:
 
 
 def remove_left_overs(folder: Path) -> None:
-    """Files of models whose directory is gone, and what a killed process had begun to write."""
+    """Removes files of models whose directory is gone, and files that a killed process had begun to write."""
     for path in folder.glob(f".*{SUFFIX}.tmp-*"):
         with suppress(OSError):
             if not _lives(path.name.rpartition("-")[2]):

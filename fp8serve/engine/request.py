@@ -1,6 +1,6 @@
-"""What travels from a caller to the engine: a prompt and how to continue it; plain data, no torch, JSON both ways.
+"""A request to the engine: a prompt and how to continue it; plain data, no torch, to JSON and back.
 
-`SamplingParams` and `Request` are frozen and refuse nonsense when they are made, so nothing behind them checks again.
+`SamplingParams` and `Request` are frozen and refuse invalid values when they are made, so no later code checks again.
 `EngineLimits` are the numbers of a running engine; `EngineLimits.check` is called before a request is queued (by the
 client too, so a server can answer 4xx before it sends a header).
 
@@ -23,8 +23,8 @@ from fp8serve.options import check, known_fields
 class Request:
     """One prompt and how to continue it. `tenant` separates callers: no shared cached blocks, and a fair share each.
 
-    Requests of one `group` are parts of one (several answers, several prompts) and have one part's share together; ""
-    means that the request stands alone. `adapter`: the name of one that the engine has loaded.
+    Requests of one `group` belong together (several answers, several prompts) and get the share of one request; ""
+    means that the request is alone. `adapter`: the name of one that the engine has loaded.
     """
 
     request_id: Annotated[str, Len(1)]
@@ -66,7 +66,7 @@ _NO_TEXT: dict[Task, str] = {
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What a running engine can hold; every number of a refusal comes from here."""
+    """The limits of a running engine; every number in a refusal comes from here."""
 
     max_model_len: int  # tokens of prompt and answer together
     num_blocks: int

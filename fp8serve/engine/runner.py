@@ -1,4 +1,4 @@
-"""A step's tensors (step.py) go through the model and come back as logits; decoding steps by CUDA graphs (graphs.py).
+"""Runs a step's tensors (step.py) through the model and returns logits; decoding steps by CUDA graphs (graphs.py).
 
 The cache is one tensor of keys and one of values per layer, [blocks, block_size, kv_heads, head_dim], in the model's
 own type or in E4M3 with one scale each per layer. Where attention is over latent vectors
@@ -35,7 +35,7 @@ _paged_attention = torch.ops.fp8serve.paged_attention.default
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU memory that the system hands out, zeroed, where it is first touched: an idle cache costs nothing."""
+    """On a CPU, memory that the system provides, zeroed, when it is first touched: an idle cache costs nothing."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
@@ -89,14 +89,14 @@ class Runner:
 
     @torch.inference_mode()
     def run_scoring(self, work: list[Work], tell: Tell) -> Tensor:
-        """`run`, where `tell` hears the log-probabilities of the prompts that want them."""
+        """`run`; `tell` is called with the log-probabilities of the prompts that want them."""
         hidden, samples = self._hidden_of(work), sampling(work, self.device)
         score(self.model.logits, hidden, work, tell)
         return self.model.logits(hidden[samples])
 
     @torch.inference_mode()
     def use_graphs(self, capture: Capture, max_num_seqs: int, max_model_len: int) -> None:
-        """From now on decoding steps are replayed. What `capture` raises is raised; then none are."""
+        """Replays decoding steps from now on. If `capture` raises, the error is raised and nothing is replayed."""
         self.graphs = self._recorded = None
         self._captured_by = capture, max_num_seqs, max_model_len
         buffers = Buffers(max_num_seqs, -(-max_model_len // self.block_size), self.device)
@@ -110,13 +110,13 @@ class Runner:
 
     @property
     def block_bytes(self) -> int:
-        """Of one block, in all layers."""
+        """The bytes of one block, in all layers."""
         return sum(cache.nbytes for cache in self.caches().values()) // self.k_cache.size(1)
 
     def copies(self, blocks: list[int]) -> dict[str, Tensor]:
-        """What the blocks hold, on the CPU: [layers, len(blocks), block_size, kv_heads, head_dim] each.
+        """The contents of the blocks, on the CPU: [layers, len(blocks), block_size, kv_heads, head_dim] each.
 
-        Layer by layer: a GPU that the cache fills has no room for more.
+        It copies layer by layer, because a GPU filled by the cache has no room for more.
         """
         index = torch.tensor(blocks, device=self.device)
         found = {}
@@ -127,7 +127,7 @@ class Runner:
         return found
 
     def fill(self, blocks: list[int], tensors: Mapping[str, Tensor]) -> None:
-        """Puts the first of what `copies` gave into the blocks."""
+        """Copies the first blocks of what `copies` returned into the blocks."""
         index = torch.tensor(blocks, device=self.device)
         for name, cache in self.caches().items():
             for layer, given in zip(cache, tensors[name], strict=True):
@@ -135,7 +135,7 @@ class Runner:
 
     @contextmanager
     def _counting(self, live_rows: Tensor) -> Iterator[None]:
-        """FP8 layers count the first `live_rows` rows of their inputs only."""
+        """Within it, FP8 layers count only the first `live_rows` rows of their inputs."""
         frozen = [layer for layer in self.model.modules() if isinstance(layer, FrozenLinear)]
         for layer in frozen:
             layer.live_rows = live_rows
@@ -158,7 +158,7 @@ class Runner:
             self.adapters.end()
 
     def _hidden(self, step: StepTensors) -> Tensor:
-        """[R, hidden] of the rows whose logits are wanted."""
+        """[R, hidden] of the rows whose logits are needed."""
         attend = partial(self._rotate_and_attend, step)
         return self.model(step.token_ids, step.positions, attend, step.last)  # type: ignore[no-any-return]
 
@@ -171,7 +171,7 @@ class Runner:
         return self._paged(step.last_queries, layer, q[last])
 
     def _rotate_and_write(self, step: StepTensors, layer: int, heads: Heads, rotation: Rotation) -> Tensor:
-        """q, rotated; keys and values are in the cache."""
+        """Rotates q, and writes keys and values to the cache."""
         scale = self._scales[layer] if self._scales else None
         scales = (scale.k, scale.v) if scale else (None, None)
         if self.model.config.latent is None:
@@ -181,7 +181,7 @@ class Runner:
         return q
 
     def _paged(self, queries: Queries, layer: int, q: Tensor) -> Tensor:
-        """q [T, heads, head_dim], all of `queries`, over what is in the cache by now -> like q."""
+        """Attention of q [T, heads, head_dim], all of `queries`, over the present contents of the cache -> like q."""
         scale = self._scales[layer] if self._scales else None
         scales = (scale.k_inv, scale.k_inv if self.model.config.latent else scale.v_inv) if scale else (None, None)
         tables = queries.block_tables, queries.context_lens, queries.query_starts

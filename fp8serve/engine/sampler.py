@@ -1,6 +1,6 @@
 """Logits become tokens, all sequences of a batch at once, none affecting another.
 
-    penalties, biases -> what must not come (the end, too early; bad words; another form) -> temperature
+    penalties, biases -> forbidden tokens (an early end; bad words; another form) -> temperature
     -> top_k, top_p, min_p -> one draw
 
 A draw (the op `sample`, fp8/ops/sampling.py) is the inverse of the cumulative distribution at one uniform number, and
@@ -8,10 +8,10 @@ that number is a hash of the request's seed and of how many tokens it has genera
 neither neighbours, nor the order of arrival, nor being preempted and computed again changes what is drawn. Every
 operation here is exact or works on a row alone.
 
-Cost: a few passes over [rows, vocab] for each thing that a row asked for. A step of 8 rows of 32,000, one thread: 0.2
-ms greedy, 0.5 with a temperature, 0.8 with filters. On a GPU nothing waits for the device but `_read`, which brings
-everything that is wanted back in one copy; what goes there goes through pinned memory (transfer.py). Whether a row of
-logits holds numbers is decided on the device.
+Cost: a few passes over [rows, vocab] for each feature that a row asked for. A step of 8 rows of 32,000, one thread: 0.2
+ms greedy, 0.5 with a temperature, 0.8 with filters. On a GPU only `_read` waits for the device; it brings
+everything back in one copy. Data for the device go through pinned memory (transfer.py). Whether a row of
+logits is finite is decided on the device.
 """
 
 from collections import Counter
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from fp8serve.engine.masks import Mask  # which needs a library that the GPU's tests do not
 
 TOO_EARLY = -1e30
-"""The logit of an end that comes too early: it is taken only where bad words leave nothing else."""
+"""The logit of an end that would come too early: it is taken only if bad words leave nothing else."""
 _sample = torch.ops.fp8serve.sample.default
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One sequence's new token; None when its logits were not numbers."""
+    """One sequence's new token; None when its logits were not finite."""
 
     token_id: int | None
     logprob: TokenLogprob | None = None
@@ -48,7 +48,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class _Ranked:
-    """Log-probabilities of the `rows` that asked for them, and the best of each, by falling value."""
+    """Log-probabilities of the `rows` that asked for them, and the best of each, in descending order."""
 
     rows: list[int]
     index: Tensor  # int64, the rows
@@ -59,7 +59,7 @@ class _Ranked:
 
 @torch.inference_mode()
 def sample(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ...], mask: "Mask | None" = None) -> list[Sampled]:
-    """FP32 logits [sequences, vocab] -> one token for each sequence; `mask` is of those that have a form. `logits` is
+    """FP32 logits [sequences, vocab] -> one token for each sequence; `mask` covers those that have a form. `logits` is
     overwritten.
     """
     finite = logits.amax(-1).isfinite()
@@ -81,7 +81,7 @@ def sample(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ...], mask:
 
 
 def _is_cheap_to_read(x: Tensor) -> bool:
-    """Looking at it waits for nothing."""
+    """Whether reading the tensor does not have to wait for a device."""
     return not x.is_cuda
 
 
@@ -96,7 +96,7 @@ def _rows(seqs: list[Sequence], wanted: Callable[[SamplingParams], bool]) -> lis
 
 
 def _column(logits: Tensor, values: list[float]) -> Tensor:
-    """[rows, 1], in the type and place of `logits`."""
+    """[rows, 1], in the dtype and on the device of `logits`."""
     return to_device(values, logits.dtype, logits.device)[:, None]
 
 
@@ -129,7 +129,7 @@ def _has_penalty(params: SamplingParams) -> bool:
 
 
 def _bias(logits: Tensor, seqs: list[Sequence]) -> None:
-    """What requests want added to the logits of some tokens; a request names each once."""
+    """Adds the biases that requests give to the logits of some tokens; a request names each token once."""
     triples = [(row, *pair) for row, seq in enumerate(seqs) for pair in seq.params.logit_bias]
     if triples:
         rows, tokens, values = zip(*triples, strict=True)
@@ -138,7 +138,7 @@ def _bias(logits: Tensor, seqs: list[Sequence]) -> None:
 
 
 def _forbid_the_end(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ...]) -> None:
-    """Nothing that would end the text, while fewer than `min_tokens` are generated."""
+    """Forbids the tokens that would end the text, while fewer than `min_tokens` are generated."""
     pairs: list[tuple[int, int]] = []
     for row, seq in enumerate(seqs):
         if seq.num_generated < seq.params.min_tokens:
@@ -150,15 +150,15 @@ def _forbid_the_end(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ..
 
 
 def _forbid_bad_words(logits: Tensor, seqs: list[Sequence]) -> None:
-    """What would complete a text that must not come."""
+    """Forbids the tokens that would complete a bad word."""
     for row, seq in enumerate(seqs):
         if seq.ban is not None:
             logits[row].index_fill_(0, to_device(seq.ban.tokens(), torch.long, logits.device), -torch.inf)
 
 
 def _forbid_other_forms(logits: Tensor, mask: "Mask") -> None:
-    """Only what the grammar allows, where a request has one. All rows in one pass: a pass of its own for each would
-    start the threads as often.
+    """Allows only the tokens that the grammar allows, where a request has one. It handles all rows in one pass, because
+    a pass for each row would start the threads as often.
     """
     forbidden = to_device(mask.forbidden(), torch.bool, logits.device)
     if len(mask.rows) == len(logits):
@@ -192,13 +192,13 @@ def _ranked(logits: Tensor, seqs: list[Sequence]) -> _Ranked | None:
         return None
     index = to_device(rows, torch.long, logits.device)
     table = torch.log_softmax(logits[index], -1)
-    # always as many: which of several equal values topk returns must not depend on what neighbours ask for
+    # always the same number: which of several equal values topk returns must not depend on the neighbours' requests
     best = table.topk(min(MAX_LOGPROBS, table.shape[-1]), -1)
     return _Ranked(rows, index, table, best.values, best.indices)
 
 
 def _read(tokens: Tensor, finite: Tensor, ranked: _Ranked | None, seqs: list[Sequence]) -> list[Sampled]:
-    """Everything that is wanted from the device, in one copy: the step waits here, and nowhere else."""
+    """Reads everything needed from the device in one copy: the step waits here, and nowhere else."""
     parts = [tokens, finite.long()]
     if ranked is not None:
         chosen = ranked.table.gather(1, tokens[ranked.index][:, None])

@@ -1,6 +1,6 @@
-"""What a request may ask of the choice of tokens: a frozen dataclass, checked when it is made. No torch.
+"""How a request's tokens are chosen: a frozen dataclass, checked when it is made. No torch.
 
-Command line, bodies of HTTP and docs/options.md are made from its fields (fp8serve/options.py).
+The command line, HTTP bodies and docs/options.md are made from its fields (fp8serve/options.py).
 """
 
 import json
@@ -15,8 +15,8 @@ from fp8serve.options import About, check
 
 MAX_LOGPROBS = 20
 GREEDY_TEMPERATURE = 1e-5
-"""Below it a difference of 1e-4 between two logits makes one 20,000 times as likely as the other, and far below it the
-quotient of a logit and the temperature is no number."""
+"""Below it, a difference of 1e-4 between two logits makes one 20,000 times as likely as the other, and far below it the
+quotient of a logit and the temperature is not finite."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 128
@@ -152,13 +152,13 @@ class SamplingParams:
 
     @property
     def form(self) -> dict[str, str]:
-        """What the answer must follow, by the kind of it."""
+        """The form that the answer must follow, by its kind."""
         kinds = {"json_schema": self.json_schema, "regex": self.regex, "grammar": self.grammar}
         return {kind: text for kind, text in kinds.items() if text is not None}
 
 
 def _pairs(given: Any) -> Any:
-    """Pairs of a token id and a bias, from those or from a mapping; what is neither is left to `check`."""
+    """Pairs of a token id and a bias, from pairs or from a mapping; anything else is left to `check`."""
     if isinstance(given, Mapping):
         given = {_token_id(key): value for key, value in given.items()}.items()
     elif not isinstance(given, list | tuple):

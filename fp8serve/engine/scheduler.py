@@ -1,22 +1,23 @@
-"""Who computes how many tokens in the next step. Pure Python; no token value is looked at but by its position.
+"""Decides how many tokens each sequence computes in the next step. Pure Python; it uses positions of tokens, not
+values.
 
 One step is one batch over all running sequences (continuous batching):
   1. every decoding sequence gets its one token, so a long prompt never stalls the others;
-  2. prompts under way get a chunk each, in turn over tenants and their groups and oldest first within one, from what
-     is left of the step's token budget (while others decode it is limited further: a step's length is what a reader of
-     a stream waits between tokens);
+  2. prompts under way get a chunk each, in turn over tenants and their groups and oldest first within one, from the
+     rest of the step's token budget (while others decode, prompts get less: the reader of a stream waits for a whole
+     step between two tokens);
   3. waiting sequences are admitted while a place, blocks for all their tokens, and budget are left;
   4. decoding sequences get drafts of what may follow (drafting.py) from what is left of the budget and of the blocks.
 
 A sequence that needs a block when none is free takes it from the sequence admitted last, which loses all its blocks
 and waits, first in line, to be computed again (its published blocks are usually still there). The oldest always
-proceeds, so every request ends; one that could not run even alone is refused before (`EngineLimits.check`).
+proceeds, so every request ends; one that could not run even alone is refused earlier (`EngineLimits.check`).
 
 Admission is in turn over tenants, in turn over a tenant's groups (the parts of one request), and first come, first
-served within one. A newcomer whose tenant, or whose group, has less than its share need not wait until a sequence ends:
-the youngest of those who have most gives way to it, and waits as the next of its own group. The head of the line is
-never overtaken because it is large: small requests cannot starve it. It also waits while another sequence computes its
-prefix.
+served within one. A newcomer whose tenant or group has less than its share need not wait until a sequence ends:
+the youngest sequence of those with most gives way to it, and waits as the next of its own group. The head of the line
+is not overtaken even if it is large, so small requests cannot starve it. It also waits while another sequence computes
+its prefix.
 """
 
 import time
@@ -28,7 +29,7 @@ from fp8serve.engine.kv_cache import BlockPool
 from fp8serve.engine.output import FinishReason
 from fp8serve.engine.sequence import Sequence, Status
 
-MOST_DRAFTED = 32  # tokens of decoding sequences and their drafts: beyond, a row costs as much as it is worth
+MOST_DRAFTED = 32  # tokens of decoding sequences and their drafts; beyond this, a row costs as much as it gains
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +54,14 @@ class Work:
 
     @property
     def drawn(self) -> int:
-        """How many tokens are drawn: after the last one, and after each of the draft."""
+        """How many tokens are drawn: one after the last token, and one after each token of the draft."""
         return 1 + len(self.draft) if self.samples else 0
 
     @property
     def scored(self) -> range:
-        """Positions whose logits say how probable the prompt's next token was, where that is wanted.
+        """Positions whose logits give the log-probability of the prompt's next token, where that is wanted.
 
-        They are the last ones of the work, but for the one that samples.
+        They are the last ones of the work, except the one that samples.
         """
         if not self.seq.num_unscored:
             return range(0)
@@ -88,7 +89,7 @@ class WaitingLine:
         self._line(seq).append(seq)
 
     def add_first(self, seq: Sequence) -> None:
-        """`seq` gave up its place and is the next of its group."""
+        """Adds `seq`, which gave up its place, as the next of its group."""
         self._line(seq).appendleft(seq)
 
     def add_preempted(self, seq: Sequence) -> None:
@@ -138,7 +139,8 @@ class WaitingLine:
 
 
 def in_turn(seqs: Iterable[Sequence]) -> list[Sequence]:
-    """One of each tenant, then the second of each, and so on; a tenant's own likewise by groups. Else as they come."""
+    """The first of each tenant, then the second of each, and so on; within a tenant the same by groups. The order is
+    otherwise kept."""
     return _ranked(_ranked(seqs, lambda seq: seq.group), lambda seq: seq.tenant)
 
 
@@ -163,8 +165,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # in the order of admission
         self.num_preemptions = 0
         self.num_prefix_queried = 0  # tokens of admitted sequences
-        self.num_prefix_hits = 0  # tokens of these that were found in the cache
-        self.num_restored_hits = 0  # tokens of these that an earlier process computed
+        self.num_prefix_hits = 0  # how many of these were found in the cache
+        self.num_restored_hits = 0  # how many of these an earlier process computed
 
     def has_work(self) -> bool:
         return bool(self.running) or len(self.waiting) > 0
@@ -211,7 +213,8 @@ class Scheduler:
         return [Work(seq, seq.num_computed, 1) for seq in decoding if self._make_room(seq)]
 
     def _drafted(self, decodes: list[Work], room: int) -> list[Work]:
-        """`decodes`, with drafts of `room` tokens in all: each gets its share, and what those before it left."""
+        """`decodes`, with drafts of `room` tokens in all: each gets its share, and what the ones before it left
+        over."""
         if room <= 0 or all(item.seq.drafter is None for item in decodes):
             return decodes
         found: list[Work] = []
@@ -222,7 +225,7 @@ class Scheduler:
         return found
 
     def _draft(self, seq: Sequence, room: int, rows: int) -> tuple[int, ...]:
-        """What may follow `seq`; no more than it may still have, and nobody loses a block for it."""
+        """A draft for `seq`, no longer than its remaining tokens; no sequence loses a block for it."""
         room = min(room, seq.params.max_new_tokens - seq.num_generated - 1)
         if seq.drafter is None or room < 1:
             return ()
@@ -246,7 +249,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _give_way(self) -> None:
-        """The first in line with less than its share is the next, and at most one sequence gives its place for it."""
+        """Makes the first in line with less than its share the next; at most one sequence gives up its place for it."""
         tenants = Counter(seq.tenant for seq in self.running)
         groups = Counter(seq.group for seq in self.running)
         for seq in self.waiting.newcomers():
@@ -263,8 +266,9 @@ class Scheduler:
     def _who_has_more_than(
         self, seq: Sequence, tenants: Counter[str], groups: Counter[tuple[str, str]]
     ) -> Sequence | None:
-        """The youngest sequence of the largest group: of a tenant that runs two more than that of `seq`; else, when the
-        group of `seq` runs nothing, of its own tenant, if that group runs two. Never the oldest sequence of all.
+        """The youngest sequence of the largest group of a tenant that runs at least two more than that of `seq`. If
+        there is none and the group of `seq` runs nothing: that of its own tenant, if the group runs at least two. It is
+        never the oldest sequence of all.
         """
         largest, most = max(tenants.items(), key=lambda item: item[1], default=("", 0))
         if most >= tenants[seq.tenant] + 2:
@@ -275,11 +279,11 @@ class Scheduler:
         return youngest if groups[youngest.group] > 1 else None
 
     def _youngest(self, tenant: str, groups: Counter[tuple[str, str]]) -> Sequence:
-        """Of the tenant's largest group."""
+        """The youngest sequence of the tenant's largest group."""
         return max((s for s in reversed(self.running) if s.tenant == tenant), key=lambda s: groups[s.group])
 
     def _chunks(self, budget: int) -> list[Work]:
-        """The next part of every prompt under way, as far as `budget` tokens go."""
+        """The next part of every unfinished prompt, as far as `budget` tokens go."""
         work: list[Work] = []
         for seq in in_turn(seq for seq in self.running if seq.num_pending > 1):
             if budget > 0:

@@ -1,7 +1,7 @@
-"""How probable the tokens of a prompt are: log-probabilities from the logits of the tokens before them.
+"""Log-probabilities of the tokens of a prompt, from the logits of the tokens before them.
 
-A long prompt's logits are the largest tensor there is, [tokens, vocabulary] in FP32, so they are made some rows at a
-time and only what is asked for is kept. A row's figures depend on nothing but its prompt, as in the sampler.
+A long prompt's logits would be the largest tensor of all, [tokens, vocabulary] in FP32, so they are made some rows at a
+time and only the requested values are kept. A row's values depend only on its prompt, as in the sampler.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,9 @@ Tell = Callable[[Sequence, list[TokenLogprob]], None]
 
 
 def score(logits: Callable[[Tensor], Tensor], hidden: Tensor, work: list[Work], tell: Tell) -> None:
-    """hidden [R, hidden]: the rows of `work` whose logits are wanted, in order. Each prompt's new figures are told."""
-    starts = list(accumulate((item.wanted for item in work), initial=0))  # before anything is told, which changes them
+    """hidden [R, hidden]: the rows of `work` whose logits are needed, in order. `tell` gets each prompt's new
+    values."""
+    starts = list(accumulate((item.wanted for item in work), initial=0))  # before `tell` is called, which changes them
     for start, item in zip(starts, work, strict=False):
         if positions := item.scored:
             tokens = item.seq.token_ids[positions.start + 1 : positions.stop + 1]
@@ -31,14 +32,14 @@ def score(logits: Callable[[Tensor], Tensor], hidden: Tensor, work: list[Work], 
 
 
 def sampling(work: list[Work], device: torch.device) -> Tensor:
-    """int64: of the rows whose logits are wanted, those that sample."""
+    """int64: which of the rows whose logits are needed sample."""
     ends = accumulate(item.wanted for item in work)
     rows = [row for end, item in zip(ends, work, strict=True) for row in range(end - item.drawn, end)]
     return to_device(rows, torch.long, device)
 
 
 def _scored(logits: Callable[[Tensor], Tensor], hidden: Tensor, tokens: list[int], top: int) -> list[TokenLogprob]:
-    """Of `tokens`, each by the row before it."""
+    """The log-probabilities of `tokens`, each by the row before it."""
     found: list[TokenLogprob] = []
     for rows in torch.split(hidden, ROWS):
         some = tokens[len(found) : len(found) + len(rows)]

@@ -27,7 +27,7 @@ class Status(Enum):
 
 
 class Guesser(Protocol):
-    """What `drafting.Drafter` is to the rest of the engine."""
+    """The part of `drafting.Drafter` that the rest of the engine uses."""
 
     def propose(self, token_ids: Items[int], room: int, rows: int) -> list[int]: ...
 
@@ -46,7 +46,7 @@ class Sequence:
     num_cached: int = 0  # prompt tokens taken from the prefix cache when first admitted; the scheduler
     block_table: list[int] = field(default_factory=list)  # the cache manager
     block_hashes: list[bytes] = field(default_factory=list)  # the cache manager: chained, of full blocks
-    finish_reason: FinishReason | None = None  # whoever ends it
+    finish_reason: FinishReason | None = None  # the code that ends it
     constraint: "Matcher | None" = None  # the engine, when the answer has a given form
     ban: Ban | None = None  # the engine, when there are texts that must not come
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # the engine, of tokens 1, 2, ...
@@ -75,7 +75,7 @@ class Sequence:
 
     @property
     def salt(self) -> bytes:
-        """What its keys and values depend on besides tokens and the model: at most 64 bytes."""
+        """What its keys and values depend on besides the tokens and the model; at most 64 bytes."""
         return b"" if self.adapter is None else self.adapter.digest
 
     @property
@@ -88,7 +88,7 @@ class Sequence:
 
     @property
     def group(self) -> tuple[str, str]:
-        """Names the request that this is a part of, among those of all tenants."""
+        """Identifies the request of which this is a part, among those of all tenants."""
         return self.request.tenant, self.request.group or self.request.request_id
 
     @property

@@ -6,7 +6,7 @@ keys and values lie (`block_tables` [S, most blocks], `slots` [tokens]). Prefill
 
 Few tokens need logits: the last one of each sequence that samples, with its draft, and those of a prompt whose
 log-probabilities are wanted. Work that only these tokens need is done for them alone, and the attention op gets a
-second description, with these queries. In a decoding step that is every token.
+second description, with these queries. In a decoding step these are all tokens.
 """
 
 import itertools
@@ -30,7 +30,7 @@ class Queries:
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """A step as the ops want it; integers, on the model's device."""
+    """A step in the form that the ops take: integers, on the model's device."""
 
     token_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]

@@ -1,7 +1,7 @@
 """What a model's directory is for: to generate text, to embed texts, or to classify them.
 
-A decoder whose modules.json lists a Pooling embeds, one that lists a LogitScore ranks: nothing else in the directory
-tells it from one that writes.
+A decoder whose modules.json lists a Pooling embeds, and one that lists a LogitScore ranks: nothing else in the
+directory distinguishes it from one that writes.
 """
 
 from pathlib import Path
@@ -15,7 +15,8 @@ from fp8serve.model.storage.files import read_optional_json
 
 
 def task_of(model_dir: Path | str, asked: Task | None = None) -> Task:
-    """What the directory is served for; None: what it was published for. ModelError: it cannot do what is asked."""
+    """The task of the directory; asked None: the one for which it was published. ModelError: it cannot do what is
+    asked."""
     possible = _possible(Path(model_dir))
     if asked is None:
         return possible[0]
@@ -26,7 +27,7 @@ def task_of(model_dir: Path | str, asked: Task | None = None) -> Task:
 
 
 def _possible(model_dir: Path) -> tuple[Task, ...]:
-    """What it was published for is the first."""
+    """All tasks; the first is the one for which the directory was published."""
     raw = read_optional_json(model_dir / "config.json")
     if classifies(raw):
         return ("classify",)

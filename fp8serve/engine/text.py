@@ -1,4 +1,4 @@
-"""Tokens become text that may be shown: no half characters and no stop string, however it is split over tokens.
+"""Turns tokens into text that may be shown: no half characters, and no stop string however it is split over tokens.
 
 Text is held back while it could be the beginning of a stop string. The stop string that ends the text is the one that
 is completed first (the longest, if several are completed by the same character), so the result does not depend on where
@@ -35,11 +35,11 @@ class TextStream:
         return self._pass(self._decoding.push(token_id)) if self._decoding else ""
 
     def end(self, token_id: int) -> str:
-        """What is left, when `token_id` ends the request."""
+        """The rest of the text, when `token_id` ends the request."""
         return (self.push(token_id) if self._shows_end else "") + self.flush()
 
     def flush(self) -> str:
-        """What is left, when the request ends for another reason than a stop string."""
+        """The rest of the text, when the request ends for another reason than a stop string."""
         if self.stopped is not None or self._decoding is None:
             return ""
         text = self._pass(self._decoding.flush())
@@ -52,7 +52,7 @@ class TextStream:
         return text
 
     def _search(self) -> int:
-        """How much of the held text is certain; sets `stopped` when a stop string is complete."""
+        """How much of the text held back is certain; sets `stopped` when a stop string is complete."""
         ends = [(start + len(stop), -len(stop), stop) for stop in self._stop if (start := self._held.find(stop)) >= 0]
         if ends:
             end, _, self.stopped = min(ends)
@@ -60,6 +60,6 @@ class TextStream:
         return len(self._held) - max(self._overlap(stop) for stop in self._stop)
 
     def _overlap(self, stop: str) -> int:
-        """Length of the longest end of the held text that a stop string begins with."""
+        """Length of the longest end of the text held back with which a stop string begins."""
         longest = min(len(self._held), len(stop) - 1)
         return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)

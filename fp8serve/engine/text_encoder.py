@@ -1,8 +1,8 @@
-"""A model ready to run over texts, as many together as fit a step: what embedding and classifying share.
+"""A model that runs over texts, as many together as fit a step: the common part of embedding and classifying.
 
-Texts lie one behind the other, without padding; what a text gets does not depend on the others (invariant.py,
-model/reading.py), so on a CPU threads divide the texts and not the ops (text_threads.py). Inputs are not watched: of
-texts no live figures are kept.
+Texts follow each other without padding. The result of a text does not depend on the others (invariant.py,
+model/reading.py), so on a CPU threads divide the texts and not the ops (text_threads.py). Inputs are not watched: there
+are no live figures about texts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,8 +33,8 @@ Finish = Callable[[Tensor, Sequence[int]], Tensor]  # hidden [tokens, H] of text
 class TextEncoder:
     """A directory's encoder, or its decoder, and tokenizer.
 
-    Raises ModelError, ScalesError and RecipeError, as loading does, and RequestError for an option that only a model
-    which generates can have.
+    Raises ModelError, ScalesError and RecipeError, as loading does, and RequestError for an option that is only for
+    models that generate.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class TextEncoder:
             layer.is_watched = False
 
     def check(self, ids: Sequence[int]) -> None:
-        """RequestError: too few or too many tokens, or one that is none."""
+        """RequestError: there are too few or too many tokens, or one is not in the vocabulary."""
         size = self.model.config.vocab_size
         if not 0 < len(ids) <= self.max_length:
             raise RequestError(f"The text has {len(ids)} tokens; this model reads texts of 1 to {self.max_length}.")
@@ -68,7 +68,7 @@ class TextEncoder:
     def run(
         self, sequences: Sequence[Sequence[int]], finish: Finish, segments: Sequence[Sequence[int]] | None = None
     ) -> Tensor:
-        """What `finish` makes of the hidden states of texts, one row a text. segments: 0 or 1 for every token; None:
+        """The result of `finish` on the hidden states of texts, one row a text. segments: 0 or 1 for every token; None:
         all 0."""
         rows = []
         for group in self._groups([len(ids) for ids in sequences]):
@@ -79,7 +79,7 @@ class TextEncoder:
     def step(
         self, sequences: Sequence[Sequence[int]], finish: Finish, segments: Sequence[Sequence[int]] | None = None
     ) -> Tensor:
-        """As `run`, of texts that are computed together."""
+        """Like `run`, for texts that are computed together."""
         lengths = [len(ids) for ids in sequences]
 
         def compute(indexes: Sequence[int]) -> Tensor:
@@ -104,11 +104,12 @@ class TextEncoder:
 
 
 def _check(options: EngineOptions, task: Task) -> None:
-    """RequestError: an option that only a model which generates can have, or another task."""
+    """RequestError: an option is only for models that generate, or the task is another."""
     if options.task not in (None, task):
         raise RequestError(f"task is {options.task!r}, and the model was opened to {task}; leave one of the two out.")
-    if options.speculative_tokens:
-        raise RequestError(f"A model that is there to {task} writes nothing to draft; leave speculative_tokens out.")
+    if options.drafted_tokens:
+        name = "speculative_tokens" if options.draft_model is None else "draft_model"
+        raise RequestError(f"A model that is there to {task} writes nothing to draft; leave {name} out.")
     if options.head_dtype != "bf16":
         raise RequestError(f"A model that is there to {task} makes no logits of tokens; leave head_dtype out.")
     if options.cache_dir is not None:
@@ -118,7 +119,7 @@ def _check(options: EngineOptions, task: Task) -> None:
 
 
 def _separate_rows(model: AnyModel, frozen: dict[str, FrozenLinear], options: EngineOptions) -> None:
-    """Makes every linear's rows independent of each other."""
+    """Makes every linear's rows independent of each other, and joins what can be joined."""
     if not isinstance(model, Encoder):
         separate_rows(model, frozen, options)
         return
@@ -126,6 +127,7 @@ def _separate_rows(model: AnyModel, frozen: dict[str, FrozenLinear], options: En
         layer.make_rows_independent()
     if own_products(options.device):
         use_own_products(model)
+        model.join()
     elif torch.device(options.device).type != "cuda":
         plain = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
         make_row_independent(model, {**frozen, **plain}, torch.bfloat16, options.step_tokens)

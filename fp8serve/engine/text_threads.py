@@ -1,9 +1,9 @@
-"""Texts that are computed together, each thread its own share of them from the first layer to the last.
+"""Computes texts together; each thread computes its own share of them from the first layer to the last.
 
-A pass over an encoder is hundreds of small ops, some of torch's and some of ours. Where each op is cut up among
+A pass over an encoder is hundreds of small ops, some of torch's and some of ours. If each op is divided among
 threads, they wait for each other hundreds of times, and torch's threads, which spin between its ops, take the cores
 from ours. Texts do not depend on each other (text_encoder.py), so a thread can take some of them through the whole
-model, with no other thread's help, and wait once. Where there is too little for every thread, they divide the ops.
+model without any other thread, and wait once. If there is too little work for every thread, they divide the ops.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ class Compute(Protocol):
 
 
 class TextThreads:
-    """As many threads as torch has where this is made, each of which computes alone."""
+    """As many threads as torch has when this is made; each computes alone."""
 
     def __init__(self) -> None:
         self._count = torch.get_num_threads()
@@ -45,8 +45,8 @@ class TextThreads:
 
 
 def shares(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Indexes of texts of these lengths in `count` shares of about as many tokens: the longest text first, each to the
-    share that has least. In a share they keep their order."""
+    """Divides the indexes of texts of these lengths into `count` shares of about equal numbers of tokens: the longest
+    text first, each to the share with fewest. Within a share they keep their order."""
     found: list[list[int]] = [[] for _ in range(count)]
     tokens = [0] * count
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -57,12 +57,12 @@ def shares(lengths: Sequence[int], count: int) -> list[list[int]]:
 
 
 def _inferring(compute: Compute) -> Callable[[Sequence[int]], Tensor]:
-    """Without gradients, which torch decides for each thread."""
+    """Switches gradients off, which torch does for each thread separately."""
     return torch.inference_mode()(compute)
 
 
 def _compute_alone(everyone: Barrier) -> None:
-    """torch keeps the number for each thread, from the first question on."""
+    """Sets one thread for torch in this thread: torch keeps the number for each thread, once it was asked for."""
     torch.set_num_threads(1)
     torch.get_num_threads()
     everyone.wait()

@@ -43,7 +43,7 @@ class Calibrated:
 
 @dataclass
 class Watched:
-    """What is known of one input. amax and saturated: since the start, without the window that is open."""
+    """What is known of one input. amax and saturated: since the start, without the open window."""
 
     layer: FrozenLinear
     calibrated: float
@@ -55,7 +55,8 @@ class Watched:
 
     @property
     def drift(self) -> float | None:
-        """The amax of the last window over the calibrated one; None before a window ended in which it was used."""
+        """The amax of the last window divided by the calibrated one; None until a window in which the input was used
+        has ended."""
         return self.window_amax / self.calibrated if self.window_amax and self.calibrated else None
 
     def close_window(self, amax: float, saturated: int, rows: int) -> None:
@@ -63,6 +64,11 @@ class Watched:
         elements = (rows - self.rows) * self.layer.in_features
         self.amax, self.saturated, self.rows = max(self.amax, amax), self.saturated + saturated, rows
         self.window_amax, self.window_saturation = amax, saturated / elements if elements else 0.0
+
+    def begin_anew(self, calibrated: float, saturated: int) -> None:
+        """Starts again with other weights and another scale; the count of elements cut off continues."""
+        self.calibrated, self.amax, self.saturated = calibrated, 0.0, self.saturated + saturated
+        self.window_amax = self.window_saturation = None
 
     def record(self, rows: int) -> dict[str, Any]:
         """The numbers of `Engine.scales`."""
@@ -83,7 +89,7 @@ class Watched:
 
 
 class Traffic:
-    """Watches the FP8 layers of one engine. RequestError: scales shall follow the traffic and none is stored."""
+    """Watches the FP8 layers of one engine. RequestError: scales are to follow the traffic and none is stored."""
 
     def __init__(self, layers: Mapping[str, FrozenLinear], calibrated: Calibrated, options: EngineOptions) -> None:
         self._layers, self._options = layers, options
@@ -99,13 +105,22 @@ class Traffic:
         if self._states:
             log.warning("Scales of inputs follow the traffic: the same request may get another answer later.")
 
+    def begin_anew(self, calibrated: Calibrated) -> None:
+        """Starts again after weights and scales of inputs were replaced; not for scales that follow the traffic."""
+        self._open_tokens, self._alarming = 0, set()
+        for name, _, saturated in self._counted() if self._watched else ():
+            watched = self._watched[name]
+            watched.begin_anew(_amax(watched.layer, name, calibrated), saturated)
+        for watched in self._watched.values():
+            watched.layer.reset_counters()
+
     def is_over(self, tokens: int) -> bool:
-        """Counts computed tokens; whether the window has all of its own."""
+        """Counts computed tokens; returns whether the window is complete."""
         self._open_tokens += tokens
         return bool(self._watched) and self._open_tokens >= self._options.drift_window
 
     def close_window(self, rows: Mapping[str, int]) -> None:
-        """Reads and resets all counters, moves scales where they follow, names layers that began or ceased to drift.
+        """Reads and resets all counters, moves scales that follow, and names layers that began or ceased to drift.
 
         `rows`: how many rows every layer has read since the start.
         """
@@ -123,7 +138,7 @@ class Traffic:
         return [self._record(name, layer, rows[name]) for name, layer in self._layers.items()]
 
     def stats(self) -> dict[str, Any]:
-        """Numbers of the last window over all layers; without one there is nothing to say but that."""
+        """Numbers of the last window over all layers, if there was one."""
         drifts = [drift for watched in self._watched.values() if (drift := watched.drift) is not None]
         numbers: dict[str, Any] = {"scale_windows_total": self.num_windows, "layers_drifting": len(self._alarming)}
         cut = [share for watched in self._watched.values() if (share := watched.window_saturation) is not None]
@@ -131,9 +146,9 @@ class Traffic:
         return numbers | ({"input_drift_max": max(drifts)} if drifts else {})
 
     def rolled(self) -> ScalingCheckpoint:
-        """The scales that follow the traffic, with their histories; a window that is open is not in them yet.
+        """The scales that follow the traffic, with their histories, not yet including the open window.
 
-        RequestError: none does.
+        RequestError: none follows it.
         """
         if not self._states:
             raise RequestError("The scales of this server do not follow the traffic; start it with --roll-history.")
@@ -195,14 +210,14 @@ def input_scale(layer: FrozenLinear) -> str:
 
 
 def _amax(layer: FrozenLinear, name: str, calibrated: Calibrated) -> float:
-    """The largest magnitude that calibration saw, or, where no history tells, that the scale can represent."""
+    """The largest magnitude that calibration saw, or, without a history, that the scale can represent."""
     history = calibrated.histories.get(name)
     seen = 0.0 if history is None else float(history.amax())
     return seen or E4M3_MAX / float(layer.input_scale)  # type: ignore[arg-type]
 
 
 def _states(layers: Mapping[str, FrozenLinear], calibrated: Calibrated) -> list[tuple[FrozenLinear, ScalingState]]:
-    """For each scale a state that owns that very tensor, and the first of the layers that read it."""
+    """For each scale, a state that owns that very tensor, and the first of the layers that read it."""
     firsts: dict[int, str] = {}
     for name, layer in layers.items():
         firsts.setdefault(id(layer.input_scale), name)

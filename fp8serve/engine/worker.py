@@ -3,18 +3,19 @@
 It connects to the AF_UNIX socket that its owner listens on (`client.py`) and speaks newline-delimited JSON.
 
     in    generate {request} | abort {request_id} | stats {id} | scales {id} | drain {deadline} | close
-          save_scales {id, path}
+          save_scales {id, path} | load_weights {id, directory}
           embed {id, inputs, dimensions}
           classify {id, inputs, segments} | forget {id}
     out   heartbeat {step_seconds} | ready {info, limits} | failed {error, message} | outputs {outputs}
           refused {request_id, error, message} | reply {id, value} | reply {id, error, message}
 
-Three threads: this one loads the model and steps the engine; one reads the socket into an inbox, so that a command
-never waits for more than the step under way; one says every second that the process lives, also during a long step,
-and for how long that step has been going, so that a thread which is stuck in one can be told from a busy one. Loading
-and packing are no steps.
-SIGTERM drains: nothing new, what runs may finish for `DRAIN_SECONDS`, then the rest is aborted; exit status 0. When
-the owner goes away the process ends. SIGINT is the owner's business (Ctrl-C reaches the whole group).
+There are three threads. This one loads the model and steps the engine. One reads the socket into an inbox, so that a
+command never waits for more than the current step. One reports every second that the process lives, also during a long
+step, and how long that step has taken so far, so that a stuck thread can be distinguished from a busy one. Loading
+and packing are not steps.
+SIGTERM drains: the worker takes nothing new, running requests may finish for `DRAIN_SECONDS`, and the rest is aborted;
+the exit status is 0. When the owner disappears, the process ends. SIGINT is handled by the owner (Ctrl-C reaches the
+whole group).
 """
 
 import argparse
@@ -43,13 +44,13 @@ from fp8serve.errors import Fp8ServeError, RequestError
 
 HEARTBEAT_SECONDS = 1.0
 DRAIN_SECONDS = 30.0
-PACK_SECONDS = 0.02  # of an idle engine between two looks at the inbox
+PACK_SECONDS = 0.02  # packing time of an idle engine between two looks at the inbox
 
 Message = dict[str, Any]
 
 
 class Connection:
-    """The socket: whole lines out from any thread, lines in to an inbox from a thread of its own."""
+    """The socket: any thread sends whole lines; a thread of its own reads lines into an inbox."""
 
     def __init__(self, path: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -86,6 +87,7 @@ class Worker:
             "stats": lambda message: self._reply(message, self._engine.stats()),
             "scales": lambda message: self._reply(message, self._engine.scales()),
             "save_scales": self._answer(self._save_scales),
+            "load_weights": self._answer(self._load_weights),
             "load_adapter": self._answer(self._load_adapter),
             "unload_adapter": self._answer(self._unload_adapter),
             "embed": self._encode,
@@ -108,7 +110,7 @@ class Worker:
 
     @property
     def step_seconds(self) -> float:
-        """How long the step under way has been going; 0 between steps. Read by another thread."""
+        """How long the current step has taken so far; 0 between steps. Read by another thread."""
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
@@ -121,7 +123,7 @@ class Worker:
         self._step_began = None
 
     def _obey(self) -> None:
-        """All waiting commands; waits for one when there is nothing else to do."""
+        """Obeys all waiting commands; waits for one when there is nothing else to do."""
         idle = not self._engine.has_work() and self._deadline is None and not self._engine.pack_weights(PACK_SECONDS)
         with contextlib.suppress(Empty):
             message = self._connection.inbox.get(block=idle)
@@ -142,7 +144,7 @@ class Worker:
             self._connection.send("refused", request_id=message["request"]["request_id"], **_described(problem))
 
     def _answer(self, find: Callable[[Message], Any]) -> Callable[[Message], None]:
-        """A command whose reply is what `find` gives, or why it gives nothing."""
+        """Replies to a command with the result of `find`, or with its error."""
 
         def command(message: Message) -> None:
             try:
@@ -156,6 +158,11 @@ class Worker:
         if isinstance(self._engine, EncoderEngine):
             raise RequestError("Scales follow the traffic of models that write text, and of no other.")
         return self._engine.save_scales(message["path"])
+
+    def _load_weights(self, message: Message) -> int:
+        if isinstance(self._engine, EncoderEngine):
+            raise RequestError("Weights are replaced in models that write text, and this one does not.")
+        return self._engine.load_weights(Path(message["directory"]))
 
     def _load_adapter(self, message: Message) -> Any:
         if isinstance(self._engine, EncoderEngine):
@@ -200,7 +207,7 @@ def _described(problem: Exception) -> dict[str, str]:
 
 
 class Heartbeat:
-    """Sends a heartbeat every second until it is stopped. `step_seconds`: how long the present step has been going."""
+    """Sends a heartbeat every second until it is stopped. `step_seconds`: how long the current step has taken."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._stop = connection, threading.Event()
@@ -221,7 +228,7 @@ _ENGINES: dict[Task, Callable[..., Engine | EncoderEngine]] = {
 
 
 def _load(connection: Connection, model: Path, options: EngineOptions) -> Engine | EncoderEngine | None:
-    """The engine; None where it cannot be loaded, and the owner is told why."""
+    """The engine; None if it cannot be loaded, in which case the owner is told why."""
     try:
         return _ENGINES[task_of(model, options.task)](model, **asdict(options))
     except Fp8ServeError as problem:

@@ -1,8 +1,8 @@
-"""How a history of amaxes becomes the one that makes a scale: the rules that a delayed recipe can name.
+"""The rules that reduce a history of amaxes to the amax that sets the scale; a delayed recipe names one.
 
 A rule is a name in `RuleName` and an entry in `RULES`; recipes, the command line, the update of states and the check of
-stored scales read them here. The kernels of `delayed_update` know the rules that are `in_op`; any other is computed
-beside them, state by state, like a rule that a recipe brings as a callable. Nothing here imports torch.
+stored scales read them here. The kernels of `delayed_update` know the rules that are `in_op`. Any other rule is
+computed outside of the op, state by state, like a rule that a recipe brings as a callable. Nothing here imports torch.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,8 @@ RuleName = Literal["max", "most_recent"]
 class AmaxRule:
     """choose: history FP32 [N], slot 0 the present step and 1 the oldest -> amax FP32 [].
 
-    witness: the rows of a stored history FP32 [N-1], oldest first -> an amax FP32 [] that was not above the chosen one;
-    None where the rows do not tell. in_op: the op `delayed_update` knows the rule by its name.
+    witness: the rows of a stored history FP32 [N-1], oldest first -> an amax FP32 [] that is at most the chosen one;
+    None where the rows do not determine one. in_op: the op `delayed_update` knows the rule by its name.
     """
 
     choose: "Callable[[Tensor], Tensor]"

@@ -1,4 +1,5 @@
-"""Warnings of `convert` where it converts less than its caller may think: what it leaves trains in high precision.
+"""Warnings of `convert` where it converts less than its caller may expect. Layers that it leaves train in high
+precision.
 
 Weights outside of nn.Linear are named by their module's class, for instance the Conv1D of GPT-2.
 """
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from fp8serve.fp8.stateful import Stateful
 
-USUAL = "lm_head"  # in the default of `skip`, and missing from many a model
+USUAL = "lm_head"  # in the default of `skip`, and absent from many models
 
 
 def skipped(name: str, skip: tuple[str, ...]) -> bool:
@@ -19,7 +20,7 @@ def skipped(name: str, skip: tuple[str, ...]) -> bool:
 
 
 def announcements(module: nn.Module, skip: tuple[str, ...], converted: int) -> Iterator[str]:
-    """One sentence for each thing that `convert` has not done; `converted` counts the layers that it has."""
+    """One sentence for each thing that `convert` left undone; `converted` is the number of layers that it converted."""
     linears = {name: child for name, child in module.named_modules() if isinstance(child, nn.Linear)}
     named = [n for n, child in module.named_modules() if isinstance(child, nn.Linear | nn.MultiheadAttention)]
     if not converted:
@@ -58,6 +59,6 @@ def _reasons(linears: list[nn.Linear], skip: tuple[str, ...]) -> Iterator[str]:
 
 
 def _multiplies(module: nn.Module) -> bool:
-    """Whether the module is no nn.Linear and holds a weight that a matrix product might read."""
+    """Whether the module is not an nn.Linear and holds a weight that a matrix product might read."""
     weight = getattr(module, "weight", None)
     return isinstance(weight, Tensor) and weight.dim() > 1 and not isinstance(module, nn.Embedding | nn.Linear)

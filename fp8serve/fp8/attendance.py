@@ -1,13 +1,13 @@
-"""What the ranks of a group tell each other beside their amaxes: who runs a backward pass, how many places they need.
+"""What ranks tell each other along with their amaxes: which of them run a backward pass, how many places they need.
 
 Two rows of WIDTH numbers travel with every collective, and their maxima come back:
 
     [this rank expects a backward pass, it expects none, this is the end of a context, of a backward pass]
     [one more than the highest place that ever staged an amax here, 0, 0, 0]
 
-So nothing that decides about a collective is found on one rank alone. What was heard counts from the next collective
-on, on all ranks alike; on a GPU it is read then, when it has long arrived. Only the first collective is waited for: it
-tells a model of more than MIN_PLACES modules at once, so that no rank leaves any of them out of its first update."""
+So no rank decides about a collective by what it knows alone. The maxima apply from the next collective on, on all ranks
+alike; on a GPU they are read then, long after they have arrived. Only the first collective is waited for. It shows at
+once whether a model has more than MIN_PLACES modules, so that no rank leaves any of them out of its first update."""
 
 from typing import Any, Literal
 
@@ -28,10 +28,10 @@ def header(direction: Literal["forward", "backward"], expecting: bool, reach: in
 
 
 class Attendance:
-    """Whether all ranks of a group have the same passes, and how many places they reduce, as their headers have told.
+    """Whether all ranks of a group have the same passes, and how many places they reduce, according to their headers.
 
-    From the first context on that some ranks have a backward pass for and others not, the reduction of gradients is
-    `deferred`, on all ranks alike. `places` grows to the next power of two, for the steps that follow.
+    From the first context for which only some ranks have a backward pass, the reduction of gradients is `deferred`, on
+    all ranks alike. `places` grows to the next power of two, for the steps that follow.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Attendance:
         self._told: list[tuple[Tensor, Any]] = []  # headers, each with the moment of its arrival if it is on a GPU
 
     def short(self, heard: Tensor) -> bool:
-        """Whether the first collective must be done again, over more places; waits for what it told, once."""
+        """Whether the first collective must be repeated over more places; waits for its result, once."""
         if not self._first:
             return False
         self._first = False

@@ -1,8 +1,8 @@
 """Causal attention over flattened sequences, for training and calibration.
 
 It goes through PyTorch's own scaled_dot_product_attention, which is differentiable and has a fused kernel on every
-device; soft caps and sinks, which it does not know, are computed step by step. Serving goes through our own op,
-`paged_attention`, because no PyTorch op reads a paged, possibly FP8, cache.
+device. It does not support soft caps and sinks; with these attention is computed step by step. Serving goes through our
+own op, `paged_attention`, because no PyTorch op reads a paged, possibly FP8, cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8serve.fp8.ops.attention import attention_weights, hidden
 
-QUERIES = 256  # of a windowed sequence that are computed at once, at least
+QUERIES = 256  # queries of a windowed sequence that are computed at once, at least
 
 
 def causal_attention(
@@ -30,9 +30,9 @@ def causal_attention(
     """Causal attention within each sequence: q [T, heads, head_dim], k and v [T, kv_heads, head_dim] -> like q.
 
     T is the sum of `lengths`; heads is a multiple of kv_heads. window: a token sees itself and the `window` - 1 tokens
-    before it. softcap: scores, scaled, become softcap * tanh(score / softcap). sinks [heads]: logits that join their
-    head's sum of weights. Differentiable. Sequences of equal length are computed as one batch. Raises ValueError if
-    the lengths do not add up.
+    before it. softcap: scores, scaled, become softcap * tanh(score / softcap). sinks [heads]: logits that join the
+    denominator of their head's softmax. Differentiable. Sequences of equal length are computed as one batch. Raises
+    ValueError if the lengths do not add up.
     """
     check_lengths(q, lengths)
     mix = partial(_batch, scale=softmax_scale, window=window, softcap=softcap, sinks=sinks)
@@ -80,7 +80,7 @@ def _batch(
 
 
 def _windowed(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
-    """[count, heads, length, head_dim], some queries at a time, over the keys that any of them sees."""
+    """[count, heads, length, head_dim], computed for some queries at a time, over the keys that any of them sees."""
     length, step = q.shape[2], max(window, QUERIES)
     out = []
     for first in range(0, length, step):

@@ -4,16 +4,16 @@
         model(x)                                # every Linear that records an amax registers with the step
                                                 # exit: all registered forward states are updated in one op
 
-Contexts nest, the innermost wins, each thread has its own stack. What holds from one entry to its exit is in a `Frame`,
-so one `autocast` object may be entered again, and by several threads at once, as a decorator is. Only the end of the
-*outermost* context updates, and only with gradients enabled; an exception inside, or in a backward pass, discards what
-was staged, so that a failed step leaves no trace. The backward pass runs outside of any context: what it needs, every
-forward call has written down, and the gradients' states are updated when the running backward pass ends. We ask the
-autograd engine for that moment (`queue_callback`) rather than attach it to the first module, because a first module
-that is frozen has no backward at all.
+Contexts nest, the innermost wins, each thread has its own stack. The settings of one entry are in a `Frame` until its
+exit, so one `autocast` object may be entered again, and by several threads at once, as a decorator is. Only the end of
+the *outermost* context updates, and only with gradients enabled; an exception inside, or in a backward pass, discards
+what was staged, so that a failed step leaves no trace. The backward pass runs outside of any context: every forward
+call has recorded what its backward pass needs. The gradients' states are updated when the running backward pass ends.
+We ask the autograd engine for that moment (`queue_callback`) rather than attach it to the first module, because a
+frozen first module has no backward at all.
 
 The process group is the default one unless the caller names another or sets `reduce_amax=False`; it is looked up when a
-context is entered, because a decorator is often made before the processes have met.
+context is entered, because a decorator is often made before the process group.
 """
 
 import threading
@@ -34,7 +34,7 @@ from fp8serve.fp8.steps import Step
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """One entry into a context: what is in force until its exit."""
+    """One entry into a context: the settings in force until its exit."""
 
     context: "autocast"
     recipe: Recipe
@@ -64,10 +64,11 @@ class autocast(ContextDecorator):  # noqa: N801 - reads like torch.autocast
     gradients, and the states are updated at the end; together with enabled=False the maths stays in high precision.
     `amax_reduction_group`: the process group over which delayed amaxes are reduced with MAX, in every context that ends
     with gradients enabled. None: the default group, if one is initialised. A recipe with `reduce_amax=False` reduces
-    over none. `session`: whose modules are reduced; None: those whose model owns no session (session.py).
-    `is_first_microbatch`, for gradient accumulation: True keeps the quantized weights, False uses those of the last
-    True, None quantizes the weights (microbatch.py); the innermost context decides. Raises RecipeError if calibrating
-    is asked of a recipe that has no history, and if contexts are not left in the reverse order of their entry.
+    over none. `session`: the session whose modules are reduced; None: the common session, of all modules whose model
+    owns no session (session.py). `is_first_microbatch`, for gradient accumulation: True keeps the quantized weights,
+    False uses those of the last True, None quantizes the weights (microbatch.py); the innermost context decides. Raises
+    RecipeError if calibrating=True comes with a recipe that has no history, or if contexts are not left in the reverse
+    order of their entry.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class autocast(ContextDecorator):  # noqa: N801 - reads like torch.autocast
 
 
 def _leave(context: autocast) -> bool:
-    """Take the innermost frame of a context off the stack; whether it was the innermost of all."""
+    """Take the innermost frame of a context off the stack; returns whether it was the innermost of all."""
     stack = _LOCAL.stack
     at = next((i for i in reversed(range(len(stack))) if stack[i].context is context), None)
     if at is None:
@@ -154,7 +155,7 @@ def entered() -> bool:
 
 
 def current() -> Frame | None:
-    """The innermost context of this thread if it asks anything of a Linear, else None."""
+    """The innermost context of this thread if it changes how a Linear runs, else None."""
     frame = _LOCAL.stack[-1] if _LOCAL.stack else None
     return frame if frame is not None and (frame.enabled or frame.calibrating) else None
 

@@ -1,16 +1,16 @@
 """Adapters beside a linear layer that serves: several at once, each for its own rows of a batch.
 
-lora.py trains one adapter; here are those that are served, with the same numbers in the same order:
+lora.py trains one adapter; this module serves several, with the same arithmetic in the same order:
 
     LoRA    y = base(x) + B (s A x)
     DoRA    y = factor * (base(x) + B (s A x) - bias) + bias, where factor = m / ||W + s B A|| never changes
 
 Rows that have an adapter are sorted by it and multiplied by `grouped_mm`, one call for A and one for B whatever the
-number of adapters. Stacked adapters have the largest rank among them: the others are filled up with zeros, which leave
-a sum its bits, for they come last and sums begin at +0. A row without an adapter is not touched.
+number of adapters. Stacked adapters have the largest rank among them. The others are padded with zeros, which do not
+change a sum's bits, because they come last and sums begin at +0. A row without an adapter is not touched.
 
-`Assignment` says which row has which adapter in the step under way. Layers read it (`FrozenLinear.beside`), so that a
-model's code knows of no adapters.
+`Assignment` says which row has which adapter in the current step. Layers read it (`FrozenLinear.beside`), so the
+model's code does not deal with adapters.
 """
 
 from collections.abc import Sequence
@@ -31,8 +31,8 @@ NONE = -1
 
 
 class Rows(NamedTuple):
-    """Rows with an adapter, sorted by it. where int64 [n]: where they are in the batch. place int64 [n]: of the adapter
-    in the stack. offsets int32 [adapters]: where each one's rows end."""
+    """Rows with an adapter, sorted by it. where int64 [n]: their places in the batch. place int64 [n]: the adapter's
+    place in the stack. offsets int32 [adapters]: where each one's rows end."""
 
     where: Tensor
     place: Tensor
@@ -40,7 +40,7 @@ class Rows(NamedTuple):
 
 
 class Assignment:
-    """Which adapter each row of the step under way has, by its number; most steps have none."""
+    """The number of each row's adapter in the current step; in most steps no row has one."""
 
     def __init__(self) -> None:
         self._of_rows: Tensor | None = None
@@ -62,7 +62,8 @@ class Assignment:
         return self._of_rows is not None
 
     def rows(self, numbers: tuple[int, ...], is_pruned: bool) -> Rows | None:
-        """Those of the adapters of these numbers; None where there is none. Layers of equal adapters share them."""
+        """The rows of the adapters with these numbers; None where there are none. Layers with equal adapters share
+        them."""
         key = numbers, is_pruned
         if key not in self._found:
             of_rows = self._of_last if is_pruned else self._of_rows
@@ -116,7 +117,7 @@ class Beside:
         return self._assignment.active and self._rows() is not None
 
     def add(self, y: Tensor, x: Tensor) -> Tensor:
-        """y [..., N], what the layer made of x [..., K], with each row's adapter; y itself is written to."""
+        """y [..., N], the layer's output for x [..., K], plus each row's adapter; changes y in place."""
         rows = self._rows() if self._assignment.active else None
         if rows is None:
             return y
@@ -143,7 +144,7 @@ class Beside:
         return torch.cat(parts)
 
     def _with_magnitude(self, y: Tensor, rows: Rows) -> Tensor:
-        """What `LoraLinear` makes of it where the row's adapter is a DoRA."""
+        """The output as `LoraLinear` computes it where the row's adapter is a DoRA."""
         if self._factor is None:
             return y
         z = y if self._bias is None else y - self._bias
@@ -154,20 +155,21 @@ class Beside:
 
 @torch.no_grad()
 def factor_of(base: nn.Module, a: Tensor, b: Tensor, scaling: float, magnitude: Tensor | None) -> Tensor | None:
-    """FP32 [N]: what a DoRA multiplies the rows of `base` by, a linear layer whose weight may be packed; None for a
-    LoRA."""
+    """FP32 [N]: the factor by which a DoRA multiplies each output of `base`, a linear layer whose weight may be packed;
+    None for a LoRA."""
     if magnitude is None:
         return None
     return magnitude / row_norms(base, squared_norms(base), a, b, scaling)
 
 
 def attach(linear: nn.Module, beside: Beside | None) -> None:
-    """The layer adds these from now on; None: nothing. It is a FrozenLinear, an OwnLinear or a RowIndependent."""
+    """From now on the layer adds these; None: nothing. The layer is a FrozenLinear, an OwnLinear or a
+    RowIndependent."""
     linear.beside = beside  # type: ignore[assignment]  # a class attribute of all three
 
 
 def busy(linears: Sequence[nn.Module]) -> bool:
-    """Whether one of these layers, such as `attach` takes, adds something in this step."""
+    """Whether one of these layers (of the kinds that `attach` takes) adds something in this step."""
     for linear in linears:
         found: Beside | None = linear.beside  # type: ignore[assignment]
         if found is not None and found.is_busy:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from fp8serve.fp8.devices import layout_of
 from fp8serve.fp8.ops import DTYPES, arithmetic
-from fp8serve.fp8.ops.arithmetic import FP8_MAX, scale_from_amax
+from fp8serve.fp8.ops.arithmetic import BLOCK, FP8_MAX, scale_from_amax
 from fp8serve.fp8.spec import Granularity, QuantSpec, ScaleFormat
 
-# The op that casts a tensor by its own content, and what follows (x, dtype) among its arguments.
+# The op that casts a tensor by its own content, and its arguments after (x, dtype).
 _OPS: dict[tuple[Granularity, ScaleFormat], tuple[str, tuple[Any, ...]]] = {
     ("tensor", "fp32"): ("quantize_current", (False,)),
     ("tensor", "power_of_2"): ("quantize_current", (True,)),
@@ -30,6 +30,7 @@ _OPS: dict[tuple[Granularity, ScaleFormat], tuple[str, tuple[Any, ...]]] = {
     ("block128x128", "fp32"): ("quantize_block", (128, False)),
     ("block128x128", "power_of_2"): ("quantize_block", (128, True)),
 }
+_WIDTHS: dict[Granularity, int] = {"row": 0, "block1x128": BLOCK}
 Cast = Callable[..., tuple[Tensor, Tensor]]
 SCALE_DTYPES: dict[ScaleFormat, torch.dtype] = {"fp32": torch.float32, "power_of_2": torch.float32}
 
@@ -61,7 +62,7 @@ def _both(data: Quantized, columnwise: bool) -> Operand:
 
 
 def from_quantized(q: Tensor, scale: Tensor, columnwise: bool) -> Operand:
-    """What another op has quantized by this scale, for both directions."""
+    """Data that another op has quantized by this scale, for both directions."""
     return _both(Quantized(q, scale.reciprocal()), columnwise)
 
 
@@ -84,6 +85,14 @@ def content_cast(spec: QuantSpec) -> tuple[Cast, tuple[Any, ...]]:
     return getattr(torch.ops.fp8serve, name).default, (DTYPES[spec.element], *more)
 
 
+def content_strips(spec: QuantSpec) -> tuple[int, bool] | None:
+    """(width, power_2) where every row of x [M, K] is cast by its own content: `width` columns share a scale, 0 for all
+    of them, rounded down to a power of two or not. None for other casts."""
+    if not spec.is_fp8 or spec.source != "current" or spec.granularity not in _WIDTHS:
+        return None
+    return _WIDTHS[spec.granularity], spec.scale_format == "power_of_2"
+
+
 def cast_by_content(x: Tensor, spec: QuantSpec) -> Quantized:
     """Cast x [M, K] by its own content, for contraction along K."""
     op, arguments = content_cast(spec)
@@ -101,7 +110,7 @@ def cast_delayed(x: Tensor, spec: QuantSpec, scale: Tensor, columnwise: bool) ->
 
 
 def cast_by_amax(x: Tensor, amax: Tensor, spec: QuantSpec) -> Quantized:
-    """Cast by an amax [] found elsewhere: of a tensor of which x is one rank's part (distributed.py)."""
+    """Cast by an amax [] found elsewhere, such as that of a tensor of which x is one rank's part (distributed.py)."""
     dtype = DTYPES[spec.element]
     scale = scale_from_amax(amax, FP8_MAX[dtype], spec.scale_format == "power_of_2")
     q, _ = torch.ops.fp8serve.quantize(x, scale, dtype)
@@ -111,8 +120,8 @@ def cast_by_amax(x: Tensor, amax: Tensor, spec: QuantSpec) -> Quantized:
 def has_infinity(x: Tensor, operand: Operand) -> Tensor:
     """Whether x, cast by its own content into `operand`, holds an infinity, bool []; NaN beside it may hide it.
 
-    An infinite amax makes the scale 1. So a CPU, which can look at a scale without waiting for it, reads x once more
-    only where some scale is 1.
+    An infinite amax makes the scale 1. A CPU can look at a scale without waiting, so there x is read once more only
+    where some scale is 1.
     """
     data = operand.rowwise or operand.columnwise
     looks = x.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -1,9 +1,9 @@
-"""What the library of CUDA kernels was built for, as it says itself, and whether a GPU and its driver can run it.
+"""What the library of CUDA kernels reports it was built for, and whether a GPU and its driver can run it.
 
-A library has code for chips ("sm_90a", and no other), for families ("sm_100f": sm_100 and sm_103), and, with sm_89's,
-code that younger chips compile when they load it: right, but with the slowest GEMM. A chip that can run none of it
-would fail in every op, because dispatch looks at the kind of a device and not at the chip; so whoever is given a device
-asks `check_gpu` first.
+A library has code for single chips ("sm_90a"), for families ("sm_100f": sm_100 and sm_103), and, with sm_89's, PTX that
+newer chips compile when they load it: correct, but with the slowest GEMM. A chip that can run none of it would fail in
+every op, because dispatch looks at the kind of a device and not at the chip. Code that is given a device therefore
+calls `check_gpu` first.
 """
 
 import mmap
@@ -18,7 +18,7 @@ from fp8serve.fp8 import ops
 from fp8serve.fp8.torch_private import cuda_driver_version
 
 _FACTS = re.compile(rb"fp8serve-cuda-(architectures|runtime)=([\w.+]{1,200});")
-_JIT = 89  # whose code is there in a form that younger chips compile
+_JIT = 89  # the chip whose code is also present as PTX, which newer chips compile
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def refusal(built: Built, gpu: str, capability: int, driver: tuple[int, int] | N
 
 
 def slowness(built: Built, gpu: str, capability: int) -> str | None:
-    """What a GPU loses that compiles sm_89's code, in one sentence; None: it has code of its own."""
+    """One sentence on the loss of a GPU that compiles sm_89's code; None: the library has code for it."""
     if not built.architectures or not built.runs_on(capability) or built.has_code_for(capability):
         return None
     return (

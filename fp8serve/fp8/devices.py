@@ -2,8 +2,8 @@
 
 Ada and Hopper multiply FP8 only with the contracted dimension contiguous in both operands ("tn"), and our CPU kernels
 are written for that layout, too: the backward pass needs transposed data, made when the tensor is cast. Blackwell
-reads any layout: there a transposed view of the same data does, and no copy is made. It is a property of the device,
-not of the code path, and `operand_layout` sets it, so both paths are tested on any machine.
+reads any layout: a transposed view of the same data is enough, and no copy is made. The layout is a property of the
+device; `operand_layout` overrides it, so that both paths can be tested on any machine.
 """
 
 import threading

@@ -1,16 +1,17 @@
 """What delayed scaling needs from torch.distributed: one MAX over everything that was staged.
 
-There is one collective an update, whatever the number of layers: one when the outermost `autocast` ends and one when
-the backward pass ends. It goes over a vector with a place for every module of the session (session.py), and its length
-is agreed (attendance.py). So the ranks cannot disagree about it: not when a module did not run on one of them, not when
-one has already collected a discarded model as garbage and another has not, and not when one alone makes copies. They
-must have made the session's modules in the same order; copies have places of their own. A module beyond the agreed
-length keeps what it staged until the next collective, which is long enough.
+There is one collective per update, whatever the number of layers: one when the outermost `autocast` ends and one when
+the backward pass ends. It reduces a vector with a place for every module of the session (session.py), whose length the
+ranks agree on (attendance.py). So the ranks cannot disagree about the vector: not when a module did not run on one of
+them, not when one rank has already garbage-collected a discarded model and another has not, and not when only one makes
+copies. They must have made the session's modules in the same order; copies have their own places. A module beyond the
+agreed length keeps its staged amax until the next collective, which is long enough.
 
-A rank on which *nothing* ran in FP8 takes part in the forward pass's collective by its `autocast`, but no backward
-pass of its own tells it that the others are in theirs. So the forward collective also says whether there is such a
-rank. If so, the gradients' amaxes are reduced when the next context ends, from then on: before they are needed, and at
-a place that all ranks pass. A scale that is found later is no other scale: the next backward pass uses the same one.
+A rank on which *nothing* ran in FP8 takes part in the forward pass's collective through its `autocast`, but it has no
+backward pass and so does not know that the others are in theirs. The forward collective therefore also says whether
+there is such a rank. If so, from then on the gradients' amaxes are reduced when the next context ends: all ranks get
+there, and the scales are not needed before. The next backward pass uses the same scales as if they had been found
+earlier.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,9 +38,9 @@ def reduce_staged(
 ) -> list[Scaled]:
     """Raise every staging slot of the `living` modules to the maximum over the ranks of `group`, in one collective.
 
-    `said`: this rank's header, [HEADER][WIDTH]; `attendance` takes in everyone's. Returns the modules that have states
-    and a place that was reduced. A module that ran on another rank only gets its states here, so all ranks keep equal
-    scales. An infinite amax on one rank is infinite on all, so all ranks drop that step alike.
+    `said`: this rank's header, [HEADER][WIDTH]; `attendance` receives those of all ranks. Returns the modules that have
+    states and a place that was reduced. A module that ran only on other ranks gets its states here, so all ranks keep
+    equal scales. An infinite amax on one rank is infinite on all, so all ranks drop that step alike.
     """
     modules = list(living)
     rows, heard = _reduced(modules, attendance.places, direction, group, said)
@@ -55,9 +56,9 @@ def reduce_staged(
 
 
 def _prepare_strangers(modules: Sequence[Scaled], rows: Tensor, places: int, recipe: DelayedScaling) -> None:
-    """Give states to the modules that have none and ran on another rank."""
+    """Give states to the modules that have none but ran on another rank."""
     strangers = [m for m in modules if not m.scaling]
-    if strangers:  # only these need a look at the values, which costs a synchronisation on a GPU
+    if strangers:  # only for these the values are read, which synchronises with a GPU
         ran = rows[_rows(strangers, places)].any(1).tolist()
         for module in (m for m, yes in zip(strangers, ran, strict=True) if yes):
             module.prepare(recipe.amax_history_len)
@@ -100,7 +101,7 @@ def _cells(modules: Sequence[Scaled], direction: Direction, places: int) -> tupl
 
 
 def _device(modules: Sequence[Scaled], group: Any) -> torch.device:
-    """Where the states are; without any, where the group's collectives want their tensors."""
+    """The device of the states; without any, the device that the group's collectives need."""
     found = {s.amax_history.device for m in modules for s in m.scaling.values()}
     return found.pop() if found else torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
@@ -116,10 +117,10 @@ def several(group: Any) -> bool:
 
 
 def one_scale(recipe: Recipe, group: Any, members: Any, user: str) -> None:
-    """Raise RecipeError unless a tensor that lies in parts on the ranks of `members` has one scale under `recipe`.
+    """Raise RecipeError unless a tensor that is divided among the ranks of `members` has one scale under `recipe`.
 
-    group: the one over which amaxes are reduced. Delayed scales are equal on ranks that reduce their amaxes together;
-    current ones can be found together; a scale for each row or block cannot be shared by both directions.
+    group: the group over which amaxes are reduced. Delayed scales are equal on ranks that reduce their amaxes together.
+    Current scales can be computed together. A scale for each row or block cannot be shared by both directions.
     """
     if not one_per_tensor(recipe):
         raise RecipeError(f"{user} needs one scale for a whole tensor; use a delayed recipe or current with 'tensor'.")

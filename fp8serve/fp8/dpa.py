@@ -5,16 +5,15 @@
     dV = P^T dO,  dP = dO V^T      dO in the backward format
     dQ = dS K,  dK = dS^T Q        dS in the backward format
 
-Every operand is rounded to FP8 by the recipe (delayed: from its own history; current: from its own amax, per tensor
-whatever the granularity: a score has no channels), every sum is FP32. `fp8_mha` leaves out the rounding to the
-activation's dtype between the attention and the projection behind it: the output stays FP32, and the projection casts
-that to FP8. Rotary embeddings stand between the projections and Q and K and stay in high precision.
+The recipe rounds every operand to FP8: delayed by its own history, current by its own amax. The scale is per tensor
+whatever the granularity, because a score has no channels. Every sum is FP32. `fp8_mha` leaves out the rounding to the
+activation's dtype between the attention and the projection after it: the output stays FP32, and the projection casts
+that to FP8. Rotary embeddings, between the projections and Q and K, stay in high precision.
 
 The rounded operands are multiplied as FP32, which is exact for FP8 values: the same numbers as an FP8 tensor core with
-FP32 accumulation. There is no fused kernel for this yet, so, unlike its numbers, it costs time, and memory: scores of
-[heads, L, L] for every sequence of L tokens.
-Without fp8_dpa in the recipe in force, attention runs in high precision as a server computes it
-(`served_attention`).
+FP32 accumulation. There is no fused kernel for this yet, so it is slow and takes memory: scores of [heads, L, L] for
+every sequence of L tokens. Without fp8_dpa in the recipe in force, attention runs in high precision as a server
+computes it (`served_attention`).
 """
 
 from collections.abc import Callable, Sequence
@@ -120,7 +119,7 @@ class DotProductAttention(Stateful):
         self._seen = torch.device("cpu")
 
     def state_device(self) -> torch.device:
-        """Where the last query was: the module has no parameter."""
+        """The device of the last query, because the module has no parameter."""
         return self._seen
 
     def prepare(self, length: int) -> None:
@@ -159,7 +158,7 @@ class DotProductAttention(Stateful):
         return out if rounding.enabled and rounding.recipe.specs.keeps_attention_wide else out.to(q.dtype)
 
     def _rounding(self, differentiable: bool) -> Rounding | None:
-        """How this call rounds by the recipe in force. None: it does not."""
+        """How this call rounds under the recipe in force; None: it does not round."""
         context = current()
         if context is None or not attends_in_fp8(context.recipe):
             return None

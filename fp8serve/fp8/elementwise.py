@@ -1,8 +1,8 @@
-"""What a decoder computes between its GEMMs, differentiable: RMSNorm, silu(gate) * up, rotary position.
+"""The differentiable operations between a decoder's GEMMs: RMSNorm, silu(gate) * up, rotary position.
 
 Training, calibration and serving call the same ops, so that a norm has the same bits in all three: the fused ops of the
-decode path (`rms_norm_quantize`, `silu_mul_quantize`, `rotary_write_kv`) are these ops and a cast. Composed of torch's
-own operations each would read and write the activation six to ten times, forward and backward.
+decode path (`rms_norm_quantize`, `silu_mul_quantize`, `rotary_write_kv`) are these ops and a cast. If they were
+composed of torch's own operations, each would read and write the activation six to ten times, forward and backward.
 
 Without gradients the op is called directly: an autograd.Function costs ten microseconds, as much as the op at decode.
 Mixed types (an FP32 weight on BF16 activations) go through the reference, which promotes as torch does.
@@ -92,8 +92,8 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 def gelu_tanh_mul(gate: Tensor, up: Tensor) -> Tensor:
     """gelu(gate) * up, both [..., K]; GELU by its tanh approximation, in FP32, rounded to its dtype before the product.
 
-    Written out, because in torch's own the last bit depends on where an element lies in its tensor, and a row must not
-    depend on its neighbours.
+    It is written out because the last bit of torch's own GELU depends on an element's position in its tensor, and a row
+    must not depend on its neighbours.
     """
     x = gate.float()
     inner = math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))

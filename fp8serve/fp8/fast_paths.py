@@ -1,8 +1,8 @@
 """torch's fast paths around the layers of nn.Transformer, which must not be taken around a converted layer.
 
 In evaluation nn.TransformerEncoderLayer hands its weights to one fused operation in high precision and calls none of
-its layers: a converted one would silently run no FP8 product. The layer asks a flag of its own whether its activation
-is one that the operation knows; nn.TransformerEncoder asks another whether to pack its input for it.
+its layers: a converted one would silently run no FP8 product. A flag of the layer says whether the operation knows its
+activation; a flag of nn.TransformerEncoder says whether to pack the input for it.
 """
 
 from collections.abc import Iterable

@@ -1,12 +1,12 @@
-"""FrozenLinear: what serving runs. FP8 weights at rest, an input scale stored or computed per call, nothing to train.
+"""FrozenLinear, the layer that serving runs: FP8 weights, an input scale stored or computed per call, nothing to train.
 
-It calls the same ops as the forward pass of `Linear`, in the same order: with the scales that training ended with, it
-gives the same bits. It also watches its input: `amax` is the largest magnitude since `reset_counters`, `saturated` how
-many elements were cut off at +-448. Watching costs a comparison per call, and a pass over the values only in the
-rare call that saturates; on a GPU, where looking would mean waiting, a kernel compares and decides.
+It computes what the forward pass of `Linear` computes, in the same order: with the scales from the end of training it
+gives the same bits. It also watches its input: `amax` is the largest magnitude since `reset_counters`, `saturated` the
+number of elements that were cut off at +-448. The cast itself counts: that costs a comparison per call, and a pass over
+the values only in the rare call that saturates.
 
-An input that wants a gradient gets it through the FP8 weight, which an adapter's training needs (lora.py): see
-`input_gradient`. The cast counts as the identity, as in `Linear`.
+The gradient of an input goes through the FP8 weight; training an adapter (lora.py) needs it: see `input_gradient`. The
+cast counts as the identity, as in `Linear`.
 """
 
 from dataclasses import replace
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fp8serve.errors import ScalesError
-from fp8serve.fp8.casting import content_cast
+from fp8serve.fp8.casting import content_cast, content_strips
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.ops.arithmetic import dequantize
 from fp8serve.fp8.ops.packing import GROUP, RUN, is_packable, packed_shape
@@ -30,17 +30,24 @@ if TYPE_CHECKING:
 E4M3 = torch.float8_e4m3fn
 
 # overloads are looked up once: through torch.ops a call takes a microsecond longer
-_count_saturated = torch.ops.fp8serve.count_saturated.default
 _mm = torch.ops.fp8serve.mm.default
 _norm = torch.ops.fp8serve.rms_norm.default
+_norm_rows = torch.ops.fp8serve.rms_norm_quantize_rows.default
 _norm_quantize = torch.ops.fp8serve.rms_norm_quantize.default
 _packed_mm = torch.ops.fp8serve.packed_mm.default
 _quantize = torch.ops.fp8serve.quantize.default
+_quantize_watched = torch.ops.fp8serve.quantize_watched.default
 _scaled_mm = torch.ops.fp8serve.scaled_mm.default
 _scaled_mm_add = torch.ops.fp8serve.scaled_mm_add.default
 _silu_mul = torch.ops.fp8serve.silu_mul.default
+_silu_mul_rows = torch.ops.fp8serve.silu_mul_quantize_rows.default
 _silu_mul_quantize = torch.ops.fp8serve.silu_mul_quantize.default
 _transpose = torch.ops.fp8serve.transpose_fp8.default
+_watched_mm_add = torch.ops.fp8serve.watched_mm_add.default
+
+
+def _is_on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
 
 
 def _valid_scale(name: str, scale: Tensor) -> Tensor:
@@ -78,8 +85,8 @@ class FrozenLinear(nn.Module):
 
     weight_q: E4M3 [N, K], or packed (see `pack`) [N / 16, K / 8, 128]. weight_scale_inv: FP32 [], [N, 1] or
     [ceil(N/128), ceil(K/128)]. bias: [N] or None. input_scale: FP32 [], multiplies to quantize the input. input_spec:
-    how inputs are quantized, by the stored `input_scale` or each by its own content, or that they stay BF16; None: with
-    one scale a tensor. out_dtype: of the output; None for the input's. beside: adapters that are served with it.
+    how inputs are quantized: by the stored `input_scale`, each by its own content, or not at all (BF16); None: with one
+    scale per tensor. out_dtype: of the output; None for the input's. beside: adapters that are served with it.
     """
 
     beside: Optional["Beside"] = None
@@ -115,8 +122,8 @@ class FrozenLinear(nn.Module):
         self.register_buffer("input_scale_inv", None if scale is None else scale.reciprocal(), persistent=False)
         self.register_buffer("amax", torch.zeros((), device=weight_q.device), persistent=False)
         self.register_buffer("saturated", torch.zeros((), dtype=torch.int64, device=weight_q.device), persistent=False)
-        self.is_watched = True
-        self.live_rows: Tensor | None = None  # int64 []: how many rows of the input are not padding; None: all
+        self.is_watched = True  # not where threads share the layer: they would race on its counters
+        self.live_rows: Tensor | None = None  # int64 []: rows of the input that are not padding; None: all
 
     @classmethod
     def from_linear(
@@ -153,7 +160,7 @@ class FrozenLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """weight_q, by the name that other linears give their weight."""
+        """weight_q, under the name that other linears give their weight."""
         return self.weight_q
 
     @property
@@ -161,15 +168,15 @@ class FrozenLinear(nn.Module):
         return self.weight_q.dim() == 3
 
     def pack(self, out: Tensor) -> None:
-        """Reads the weight from now on where it is packed: `out`, E4M3 of as many elements. For serving on a CPU."""
+        """Move the weight, packed, into `out`, E4M3 of as many elements. For serving on a CPU."""
         self.weight_q = packed(self.weight_q, out)
 
     def quantize_input_by(self, spec: QuantSpec) -> None:
-        """Quantize inputs from now on by `spec`; what that means is found here and not in every call."""
+        """Quantize inputs from now on by `spec`, which is evaluated here and not in every call."""
         if spec.element == "e5m2":
             raise ValueError(f"A FrozenLinear quantizes its input to e4m3 or leaves it in BF16, found {spec}.")
         self.input_spec = spec
-        self._content_cast = content_cast(spec)
+        self._content_cast, self._strips = content_cast(spec), content_strips(spec)
 
     def make_rows_independent(self) -> None:
         """Quantize every row of an input by its own content where one scale would be found for the whole input."""
@@ -177,33 +184,34 @@ class FrozenLinear(nn.Module):
             self.quantize_input_by(replace(self.input_spec, granularity="row"))
 
     def cast(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [M, K] -> what this layer multiplies, FP8 data and their scale_inv, or x in BF16 and one."""
+        """x [M, K] -> the operand that this layer multiplies: FP8 data and their scale_inv, or x in BF16 and 1."""
         tensors = self._buffers  # looking one up here is certain, and 20 times as fast as through the module
         scale = tensors["input_scale"]
         if scale is None:
             return self._cast_by_content(x)
-        q, amax = _quantize(x, scale, E4M3)
-        self.watch(scale, amax, x)
+        q = self._watched(x) if self.is_watched else _quantize(x, scale, E4M3)[0]
         return q, tensors["input_scale_inv"]  # type: ignore[return-value]  # there, because input_scale is
 
     def cast_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """What `cast` gives for rms_norm(x, weight, eps), in one op where the scale is known; no gradient."""
+        """`cast` of rms_norm(x, weight, eps), in one op where the scale is known; no gradient."""
         tensors = self._buffers
         scale = tensors["input_scale"]
         if scale is None:
+            if self._strips is not None and not x.is_cuda:
+                return _norm_rows(x, weight, eps, *self._strips)  # type: ignore[no-any-return]
             return self._cast_by_content(_norm(x, weight, eps))
-        q, amax = _norm_quantize(x, weight, eps, scale, E4M3)
-        self.watch(scale, amax, x, weight, eps)
+        q = self._watched(x, weight, eps) if self.is_watched else _norm_quantize(x, weight, eps, scale, E4M3)[0]
         return q, tensors["input_scale_inv"]  # type: ignore[return-value]
 
     def cast_silu_mul(self, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        """What `cast` gives for silu(gate) * up, both [M, K], in one op where the scale is known; no gradient."""
+        """`cast` of silu(gate) * up, both [M, K], in one op where the scale is known; no gradient."""
         tensors = self._buffers
         scale = tensors["input_scale"]
         if scale is None:
+            if self._strips is not None and not gate.is_cuda:
+                return _silu_mul_rows(gate, up, *self._strips)  # type: ignore[no-any-return]
             return self._cast_by_content(_silu_mul(gate, up))
-        q, amax = _silu_mul_quantize(gate, up, scale, E4M3)
-        self.watch(scale, amax, gate, up)
+        q = self._watched(gate, up) if self.is_watched else _silu_mul_quantize(gate, up, scale, E4M3)[0]
         return q, tensors["input_scale_inv"]  # type: ignore[return-value]
 
     def _cast_by_content(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,7 +219,7 @@ class FrozenLinear(nn.Module):
         return op(x, *arguments)
 
     def product(self, q: Tensor, scale_inv: Tensor, out_dtype: torch.dtype) -> Tensor:
-        """What `cast` gave, times the weight: [M, N] of `out_dtype`."""
+        """The result of `cast` times the weight: [M, N] of `out_dtype`."""
         tensors = self._buffers
         weight, weight_scale_inv, bias = tensors["weight_q"], tensors["weight_scale_inv"], tensors["bias"]
         return multiply(q, scale_inv, weight, weight_scale_inv, bias, out_dtype)  # type: ignore[arg-type]
@@ -226,6 +234,16 @@ class FrozenLinear(nn.Module):
             return residual + self.product(q, scale_inv, residual.dtype)
         return _scaled_mm_add(q, weight, *scales, bias, residual)  # type: ignore[no-any-return]
 
+    def onto(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual [M, N] + the product of x [M, K]; no gradient. On a GPU in one op where the scale is known."""
+        tensors = self._buffers
+        scale = tensors["input_scale"]
+        if scale is None or not self.is_watched or not _is_on_gpu(x):
+            return self.product_onto(residual, *self.cast(x))
+        counters = tensors["amax"], tensors["saturated"], self.live_rows
+        weight = tensors["weight_q"], tensors["input_scale_inv"], tensors["weight_scale_inv"], tensors["bias"]
+        return _watched_mm_add(x, scale, *counters, *weight, residual)  # type: ignore[no-any-return]
+
     def fuses(self, x: Tensor) -> bool:
         """Whether the fused calls above do what calling the layer on activations like x does: no hook, no gradient, and
         no row of the step with an adapter."""
@@ -234,15 +252,11 @@ class FrozenLinear(nn.Module):
             return False
         return is_plain and (self.out_dtype is None or self.out_dtype == x.dtype)
 
-    def watch(
-        self, scale: Tensor, amax: Tensor, x: Tensor, other: Tensor | None = None, eps: float | None = None
-    ) -> None:
-        """Count an input that another op has cast by `scale`: x, or what `count_saturated` makes of these; amax [].
-        Nothing where the layer is not watched: threads that share one would count over each other."""
-        if not self.is_watched:
-            return
+    def _watched(self, x: Tensor, other: Tensor | None = None, eps: float | None = None) -> Tensor:
+        """x, or what `quantize_watched` computes from these, cast by the input scale and counted."""
         tensors = self._buffers
-        _count_saturated(x, other, eps, scale, amax, tensors["amax"], tensors["saturated"], self.live_rows)
+        counters = tensors["amax"], tensors["saturated"]
+        return _quantize_watched(x, other, eps, tensors["input_scale"], *counters, self.live_rows)  # type: ignore[no-any-return]
 
     def reset_counters(self) -> None:
         """Start watching anew."""
@@ -250,7 +264,7 @@ class FrozenLinear(nn.Module):
         self.saturated.zero_()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Takes a weight in rows where this one is packed, and one scale where this one has it for every row.
+        """Accepts a weight in rows where this layer's is packed, and one scale where this layer has one for every row.
 
         The input's scale is replaced, not written to: other layers may share it (joined.py).
         """
@@ -271,7 +285,7 @@ class FrozenLinear(nn.Module):
 
 
 class _ThroughFrozen(torch.autograd.Function):
-    """A frozen layer in a graph: keeps nothing of its input, for no gradient of the weight is wanted."""
+    """A frozen layer in a graph: keeps nothing of its input, because the weight needs no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: FrozenLinear) -> Tensor:
@@ -289,9 +303,9 @@ class _ThroughFrozen(torch.autograd.Function):
 def input_gradient(layer: FrozenLinear, dy: Tensor) -> Tensor:
     """dX [M, K] = dY [M, N] W, both in BF16, with the FP8 weight as it is.
 
-    dY stays in BF16: there is no state that would give it a scale, and on a CPU the product takes as long as one of two
-    FP8 operands and needs no cast. The transposed weight, a byte an element, lives for this product only; a scale for
-    each of its columns, which this product contracts, multiplies dY instead. ValueError for a packed weight.
+    dY stays in BF16: no state gives it a scale, and on a CPU the product takes as long as one of two FP8 operands and
+    needs no cast. The transposed weight, a byte an element, lives for this product only; a scale for each of its
+    columns, which this product contracts, multiplies dY instead. ValueError for a packed weight.
     """
     if layer.is_packed:
         raise ValueError("A packed weight has no transpose; load the model anew to train on it.")
@@ -316,8 +330,8 @@ def multiply(
 def _multiply_unquantized(
     x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """x [M, K] in BF16 times an FP8 weight on a GPU, whose kernels multiply alike operands only: the weight is widened
-    for this call. Saves memory, not time."""
+    """x [M, K] in BF16 times an FP8 weight on a GPU, whose kernels multiply only operands of the same type: the weight
+    is widened for this call. Saves memory, not time."""
     if weight_scale_inv.dim() and len(weight_scale_inv) != len(weight):  # blocks
         return _mm(x, dequantize(weight, weight_scale_inv).to(torch.bfloat16), bias, out_dtype)  # type: ignore[no-any-return]
     sums: Tensor = _mm(x, weight.to(torch.bfloat16), None, torch.float32) * weight_scale_inv.t()
@@ -332,7 +346,7 @@ def packed(weight: Tensor, out: Tensor) -> Tensor:
 
 
 def pack_loaded(state_dict: dict[str, Any], key: str) -> None:
-    """Packs the weight under `key` if it is there in rows [N, K], for a layer whose own weight is packed."""
+    """Pack the weight under `key` if it is in rows [N, K], for a layer whose own weight is packed."""
     weight = state_dict.get(key)
     if weight is not None and weight.dim() == 2 and is_packable(weight):
         state_dict[key] = packed(weight, torch.empty_like(weight).view(-1))

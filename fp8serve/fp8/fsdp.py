@@ -7,25 +7,25 @@
     with autocast(recipe=recipe): loss = model(x)
 
 Each rank holds its rows of a weight in high precision. Before an all-gather it casts them with the scale of the *whole*
-weight, so the gathered data are those that one process would have made, bit for bit:
+weight, so the gathered data equal those of a single process, bit for bit:
 
 * delayed: the scale is known beforehand and equal on all ranks, because the amaxes are reduced over the group of the
   `autocast`; it must span the ranks that share the weight. The shard's own amax is staged in the same read.
-* current: the scale needs the amax of the whole weight. The first gather of a forward pass takes the amax of every
-  shard of the model and reduces them with one MAX, not one for each weight (and one more over a tensor-parallel group).
-  Each is used once: the first weight that is gathered a second time has them all found anew.
+* current: the scale needs the amax of the whole weight. The first gather of a forward pass takes the amaxes of all
+  shards of the model and reduces them with a single MAX (and one more over a tensor-parallel group). Each amax is used
+  once: when a weight is gathered a second time, all are computed again.
 
-The FP8 data are kept with the shard (1 / ranks bytes an element) for the backward pass's second all-gather, which must
-send what the forward pass computed with although the scale has moved on by then, and for the following microbatches if
-the `autocast` announces them (microbatch.py). Two forward passes before one backward pass share a buffer, as FSDP has
-one: the first's gradients are then computed with the second's data and scale.
+The FP8 data are kept with the shard (1 / ranks bytes an element) for the all-gather of the backward pass, which must
+send the data of the forward pass although the scale has changed by then, and for the following microbatches if the
+`autocast` announces them (microbatch.py). Two forward passes before one backward pass share FSDP's only buffer: the
+first's gradients are then computed with the second's data and scale.
 
-FSDP2's extension points are methods of a tensor, so two tensor subclasses are needed here, and only here: what a rank
-holds (`ShardedWeight`), and what a layer sees once it is gathered (`GatheredWeight`), which has FP8 data in FSDP's own
-buffer (freed and filled again by FSDP, also under the tensors that autograd has saved) and no high-precision values.
-So whatever needs those is refused with an error: row-wise and block recipes, whose two directions would gather two sets
-of data, high-precision fprop or dgrad, and a forward pass outside of `autocast`. FSDP itself, without `gather_in_fp8`,
-serves them all in high precision.
+FSDP2's extension points are methods of a tensor, so this module needs two tensor subclasses: a rank holds a
+`ShardedWeight`, and a layer sees a `GatheredWeight`. The latter has FP8 data in FSDP's own buffer (which FSDP frees and
+refills, also under the tensors that autograd has saved) and no high-precision values. Everything that needs such values
+is refused with an error: row-wise and block recipes, whose two directions would gather two sets of data, high-precision
+fprop or dgrad, and a forward pass outside of `autocast`. FSDP itself, without `gather_in_fp8`, serves them all in high
+precision.
 """
 
 import weakref
@@ -50,7 +50,8 @@ from fp8serve.fp8.recipe import Recipe, delayed
 from fp8serve.fp8.steps import Step
 from fp8serve.fp8.torch_private import backward_pass, map_tensors, plain_torch_function, preserving_version, wrapper
 
-# What FSDP2, DTensor and `nn.Module` do to a parameter while they shard, move and load it: the result is a shard again.
+# The functions that FSDP2, DTensor and `nn.Module` call to shard, move and load a parameter: the result is again a
+# shard.
 _KEEP = {
     getattr(torch.ops.aten, name).default
     for name in ("detach", "clone", "empty_like", "new_zeros", "view", "as_strided", "_to_copy", "_pin_memory")
@@ -71,21 +72,22 @@ class Peers:
         self._layers = [weakref.ref(layer) for layer in layers]
 
     def _shards(self, mesh: DeviceMesh) -> list["ShardedWeight"]:
-        """Those over `mesh` that are sharded at this moment; the same ones on every rank."""
+        """The shards over `mesh` at this moment; the same ones on every rank."""
         weights = [layer.weight for layer in (ref() for ref in self._layers) if layer is not None]
         over_mesh = [w for w in weights if isinstance(w, DTensor) and w.device_mesh == mesh]
         shards = {id(w): w._local_tensor for w in over_mesh}  # a shared weight counts once
         return [s for s in shards.values() if isinstance(s, ShardedWeight)]
 
     def _sharers(self) -> list[Any]:
-        """The tensor-parallel groups over which weights are cut before FSDP2 cuts them; the same ones on every rank."""
+        """The tensor-parallel groups that divide weights before FSDP2 divides them; the same ones on every rank."""
         groups = {id(g): g for layer in (ref() for ref in self._layers) if (g := getattr(layer, "group", None))}
         return list(groups.values())
 
     def whole_amax(self, shard: "ShardedWeight", mesh: DeviceMesh, group: dist.ProcessGroup) -> Tensor:
         """The amax of the shard's whole weight; the first to ask in a pass finds those of all shards over `mesh`.
 
-        Each is handed out once. Gathers are collectives themselves, so all ranks find anew at the same time.
+        Each amax is handed out once. Gathers are collectives themselves, so all ranks compute new amaxes at the same
+        time.
         """
         step = contexts.step()
         if shard.whole is None or shard.whole.step() is not step:
@@ -133,7 +135,7 @@ class ShardedWeight(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Compute on `hp`; what only reshapes, moves or copies the shard is a shard again."""
+        """Compute on `hp`; the result of a reshape, move or copy is a shard again."""
         out = func(*map_tensors(_plain, args), **map_tensors(_plain, kwargs or {}))
         first = args[0] if args else None
         if not isinstance(first, ShardedWeight):
@@ -160,7 +162,7 @@ class ShardedWeight(torch.Tensor):
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], sent: tuple[torch.Size, Cast], dtype: torch.dtype, *, out: Any = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The weight that the layer sees; `out` is the one of an earlier gather, whose data FSDP has just renewed."""
+        """The weight that the layer sees; `out` is that of an earlier gather, whose data FSDP has just refilled."""
         size, mine = sent
         if out is not None:
             out.renew(mine)
@@ -169,7 +171,7 @@ class ShardedWeight(torch.Tensor):
         return GatheredWeight(Cast(q, mine.scale_inv.clone(), mine.amax), dtype), ()
 
     def _quantized(self, mesh: DeviceMesh, layer: Linear) -> Cast:
-        """Cast now, or by the first microbatch; only what is cast now has an amax to stage."""
+        """Cast now, or use the first microbatch's cast; only a new cast has an amax to stage."""
         context, fresh = _usable(mesh), []
 
         def make() -> Cast:
@@ -191,7 +193,7 @@ class ShardedWeight(torch.Tensor):
 
 
 class GatheredWeight(torch.Tensor):
-    """A whole weight [N, K] that exists in FP8 only; its dtype is that of the gradient it wants."""
+    """A whole weight [N, K] that exists in FP8 only; its dtype is that of its gradient."""
 
     quantized: Cast  # q [N, K] in FSDP's buffer; amax of this rank's rows, until it is staged
 
@@ -221,7 +223,7 @@ class GatheredWeight(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """What FSDP and `nn.Parameter` do to an unsharded parameter; it has no values for anything else."""
+        """The calls of FSDP and `nn.Parameter` on an unsharded parameter; it has no values for anything else."""
         self = next(a for a in args if isinstance(a, GatheredWeight))
         if func in (torch.ops.aten.detach.default, torch.ops.aten.as_strided.default):
             return GatheredWeight(self.quantized, self.dtype)
@@ -260,7 +262,7 @@ def _usable(mesh: DeviceMesh) -> contexts.Frame:
 def gather_in_fp8(module: nn.Module) -> nn.Module:
     """Let FSDP2 all-gather the weights of every `Linear` inside `module` in FP8; call before `fully_shard`.
 
-    Tensor-parallel layers are cut first (`parallelize`), and then sharded over the other dimension of the mesh.
+    Divide tensor-parallel layers first (`parallelize`); FSDP2 then shards them over the other dimension of the mesh.
 
     For delayed recipes and current ones with a scale per tensor; anything else is refused with RecipeError in the
     forward pass. Returns module.

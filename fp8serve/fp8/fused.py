@@ -1,13 +1,13 @@
-"""Layers where casting together with what comes before saves a read and a write of the activation.
+"""Layers that fuse the cast with the op before it, which saves a read and a write of the activation.
 
     NormLinear      RMSNorm or LayerNorm, then Linear
     SiluMulLinear   silu(gate) * up, then Linear (the second half of a gated MLP)
 
 Fused, the high-precision activation between the two is never written: one op produces its FP8 data and its amax. The
-backward pass computes it again from the layer's own inputs, which are alive anyway, so nothing but FP8 data is stored
-for it. These, and with them everything that follows, are bit-equal to those of the unfused layers in FP32, BF16
-and FP16: `elementwise.rms_norm` (or torch's layer norm) or `elementwise.silu_mul`, then the Linear. A kernel computes
-both from one function, so sums have one order and roundings one place. torch's own `nn.RMSNorm` and `silu` may differ
+backward pass computes it again from the layer's own inputs, which are kept anyway, so only FP8 data is stored for it.
+The FP8 data, and so everything computed from them, are bit-equal to those of the unfused layers in FP32, BF16 and FP16:
+`elementwise.rms_norm` (or torch's layer norm) or `elementwise.silu_mul`, then the Linear. A kernel computes both with
+one function, so sums have the same order and roundings the same place. torch's own `nn.RMSNorm` and `silu` may differ
 from them by the last bit of a sum or an exponential.
 
 Fusion needs the scale before the values are known, so it happens under DelayedScaling; where wgrad reads the input in
@@ -32,7 +32,7 @@ Produce = Callable[..., Tensor]  # (*sources) -> the activation in high precisio
 
 
 class _StandIn(torch.autograd.Function):
-    """Stands for the activation in the graph and holds no values; its gradient is found by computing it again."""
+    """Represents the activation in the graph and holds no values; the backward pass computes the activation again."""
 
     @staticmethod
     def forward(ctx: Any, produce: Produce, dtype: torch.dtype, *sources: Tensor | None) -> Tensor:
@@ -79,7 +79,7 @@ def _through(
     if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != dtype:
         return cast(
             Tensor, linear(produce(*sources), is_first_microbatch)
-        )  # torch.autocast rounds once more between the two
+        )  # torch.autocast adds a rounding between the two
     edge = cast(Tensor, _StandIn.apply(produce, dtype, *sources))  # type: ignore[no-untyped-call]
     return linear.run(
         edge,

@@ -1,4 +1,4 @@
-"""Linears of many experts in one go: rows sorted by expert, the products of all experts one op, forward and in dgrad.
+"""Linears of many experts at once: rows are sorted by expert, and one op multiplies for all, in forward and in dgrad.
 
     forward   Y_e  [M_e, N] = X_e  [M_e, K] W_e^T      one grouped_mm
     dgrad     dX_e [M_e, K] = dY_e [M_e, N] W_e        one grouped_mm
@@ -49,8 +49,8 @@ def grouped_linear(linears: Sequence[Linear], x: Tensor, spans: Sequence[Span]) 
 
 
 def _runs_together(linears: Sequence[Linear], x: Tensor) -> bool:
-    """Whether the products run in FP8 and nobody waits for the call of a linear: no hook, and no checkpointed region,
-    whose second run is outside of the context that says so."""
+    """Whether the products run in FP8 and no linear has to be called itself: there is no hook, and no checkpointed
+    region, whose second run is outside of the context."""
     context = current()
     in_fp8 = context is not None and context.enabled and not context.recipe.override_linear_precision[0]
     is_plain = all(type(m) is Linear and not (m._forward_hooks or m._forward_pre_hooks) for m in linears)
@@ -63,7 +63,7 @@ def _one_by_one(linears: Sequence[Linear], x: Tensor, spans: Sequence[Span]) -> 
 
 
 def _part(linear: Linear, x: Tensor, rows: slice) -> _Part:
-    """What calling the linear with these rows would plan, stage and cast."""
+    """Plans, stages and casts as a call of the linear with these rows would."""
     own = x[rows]
     plan = cast(LinearPlan, planned(linear.key, lambda: linear._plan(own, None)))
     with torch.no_grad():
@@ -81,7 +81,7 @@ def _multiply(a: Sequence[Quantized], b: Sequence[Quantized], bias: Tensor | Non
 
 
 def _bytes_of(parts: Sequence[Quantized], together: Any) -> Tensor:
-    """FP8 data, concatenated or stacked, which torch does for bytes."""
+    """FP8 data, concatenated or stacked as bytes, which torch supports."""
     return cast(Tensor, together([part.q.view(torch.uint8) for part in parts])).view(parts[0].q.dtype)
 
 

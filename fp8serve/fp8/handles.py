@@ -1,8 +1,8 @@
-"""Numbers that stand for modules and rules: the only tables of scaling that belong to the whole process.
+"""Numbers that stand for modules and rules: the only scaling tables that are global to the process.
 
-A compiled graph can carry an integer to the moment when it runs, and no Python object. The tables hold their entries
-weakly, so a number keeps nothing alive, and no number is given twice. Everything else belongs to a session (session.py)
-or to a step (steps.py).
+A compiled graph can carry an integer until it runs, but no Python object. The tables hold their entries weakly, so a
+number keeps nothing alive. No number is used twice. Everything else belongs to a session (session.py) or to a step
+(steps.py).
 """
 
 import threading

@@ -1,14 +1,14 @@
 """Frozen layers that read one input, joined: one cast of it, one product, and each layer's output a view.
 
-The layers stay what they are: modules with names, tensors and counters. Their weights, the scales of these and their
-biases become views of the joined ones, so that nothing is in memory twice and what is written into a layer is what the
-product reads. Weights that lie side by side already (in a mapped file gate and up do) are seen as one where they lie;
-others are copied once. Weight scales per tensor become one per row, which multiplies the same sum. The input is cast by
-the first layer, for all have its scale: one tensor for all of them, as are the counters, which see one input.
+The layers stay modules with their names, tensors and counters. Their weights, weight scales and biases become views of
+the joined ones, so that nothing is in memory twice and the product reads what is written into a layer. Weights that are
+already adjacent (as gate and up are in a mapped file) are joined in place; others are copied once. A weight scale per
+tensor becomes one per row, which multiplies the same sum. The first layer casts the input, because all layers share one
+input scale and one set of counters.
 
 A tensor that is replaced instead of written to (an assignment, `.data`, `.to`, another module in a layer's place) is no
-view any more. `is_current` sees that in torch's own dictionaries and in the tensors' addresses, and is asked before
-every call: nothing is remembered that could be out of date.
+longer a view. `is_current` sees that in torch's own dictionaries and in the tensors' addresses. It is called before
+every product, so its answer is never out of date.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,9 +26,9 @@ _joined_mm = torch.ops.fp8serve.joined_mm.default
 
 
 class _View(NamedTuple):
-    """A layer, by its name, with its tensors as they were joined and where these lie.
+    """A layer, by its name, with its tensors as they were joined and their addresses.
 
-    The dictionaries are the layer's own: torch makes them with a module and keeps them.
+    The dictionaries are those of the layer: torch creates them with a module and keeps them.
     """
 
     name: str
@@ -57,10 +57,10 @@ class _View(NamedTuple):
 class Joined:
     """`layers` [N_i, K], by their names in the module that holds them, as one [sum of N_i, K].
 
-    Changes the layers: see above. They must be such that `can_join` holds.
+    Changes the layers: see above. `can_join` must be true for them.
     """
 
-    @torch.inference_mode(False)  # what inference mode makes cannot be written to outside
+    @torch.inference_mode(False)  # an inference tensor cannot be written to outside of inference mode
     @torch.no_grad()
     def __init__(self, layers: Mapping[str, FrozenLinear]) -> None:
         self._layers = dict(layers)
@@ -116,7 +116,7 @@ class Joined:
 
     @property
     def is_packable(self) -> bool:
-        """Each layer must begin with a group of rows, for its weight stays a view."""
+        """Each layer must begin at a group of rows, because its weight stays a view."""
         return is_packable(self.weight) and not any(width % GROUP for width in self._widths)
 
     @torch.inference_mode(False)
@@ -128,13 +128,19 @@ class Joined:
 
     @property
     def layers(self) -> Sequence[FrozenLinear]:
-        """What was joined, in its order."""
+        """The joined layers, in their order."""
         return self._in_order
 
     @property
     def first(self) -> FrozenLinear:
-        """The layer whose input scale and counters all share."""
+        """The layer whose input scale and counters all layers share."""
         return self._first
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """The layers' weights, scales and biases, which are views of the joined ones."""
+        each = [(view.weight, view.scale, view.bias) for view in self._views]
+        return [tensor for tensors in each for tensor in tensors if tensor is not None]
 
     @property
     def scale(self) -> Tensor:
@@ -147,14 +153,14 @@ class Joined:
 
     @torch.no_grad()
     def lie_at(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
-        """From now on the weight and what goes with it are there: equal tensors."""
+        """From now on use these equal tensors as the weight and its scales and biases."""
         self.weight, self._scale, self._bias = weight, scale, bias
         self._share()
 
     def read_inputs_at(
         self, amax: Tensor, saturated: Tensor, input_scale: Tensor | None, input_scale_inv: Tensor | None
     ) -> None:
-        """From now on inputs are counted there, and cast by these, which equal the ones before; None: by content."""
+        """From now on count inputs in these counters and cast by this equal scale; None: cast by content."""
         first = self._first
         first.amax, first.saturated = amax, saturated
         first.input_scale, first.input_scale_inv = input_scale, input_scale_inv
@@ -174,10 +180,10 @@ class Joined:
 
 
 def can_join(layers: Sequence[nn.Module | None]) -> TypeGuard[Sequence[FrozenLinear]]:
-    """Whether all are frozen, cast their input alike, and have weight scales that can be put under each other.
+    """Whether all are frozen, cast their input alike, and have weight scales that can be stacked.
 
-    Scales of blocks can where every layer but the last has whole blocks of rows, or on a CPU all have groups of 16.
-    Layers with hooks are not joined, for their hooks must be called.
+    Block scales can be stacked where every layer but the last has whole blocks of rows, or on a CPU all have groups of
+    16. Layers with hooks are not joined, because their hooks must be called.
     """
     parts = [layer for layer in layers if isinstance(layer, FrozenLinear) and not _is_hooked(layer)]
     if len(parts) < len(layers):
@@ -202,7 +208,7 @@ def _is_hooked(layer: nn.Module) -> bool:
 
 
 def _casts_alike(part: FrozenLinear, first: FrozenLinear) -> bool:
-    """Also: gives an output of the same type, and has a bias where the other has one."""
+    """Also whether it gives an output of the same type and has a bias where the other has one."""
     how, same = ((layer.input_spec, layer.out_dtype, layer.in_features, layer.bias is None) for layer in (part, first))
     return how == same and _equal(part.input_scale, first.input_scale)
 
@@ -217,13 +223,13 @@ def _is_blocked(part: FrozenLinear) -> bool:
 
 
 def _as_rows(part: FrozenLinear) -> Tensor:
-    """The weight's scale as one that can be put under another's."""
+    """The weight's scale in a shape that can be stacked with others."""
     scale = part.weight_scale_inv
     return scale if scale.dim() else scale.expand(part.out_features, 1)
 
 
 def _pack_alike(parts: Sequence[FrozenLinear]) -> None:
-    """Where some are packed already, those that came later are packed, too."""
+    """Where some are packed already, pack those that were added later, too."""
     if any(part.is_packed for part in parts):
         for part in parts:
             if not part.is_packed:
@@ -231,7 +237,7 @@ def _pack_alike(parts: Sequence[FrozenLinear]) -> None:
 
 
 def _stack(weights: Sequence[Tensor]) -> Tensor:
-    """Their rows under each other: a view where they lie so already, else a copy."""
+    """Their rows as one tensor: a view where they are adjacent in memory, else a copy."""
     first, rows = weights[0], sum(map(len, weights))
     if all(_follows(a, b) for a, b in pairwise(weights)):
         return first.as_strided((rows, *first.shape[1:]), first.stride())

@@ -4,13 +4,13 @@
     dgrad     dX [M, K] = dY [M, N] W       dY in the backward format (E5M2 with HYBRID)
     wgrad     dW [N, K] = dY^T X
 
-Every GEMM wants both operands quantized along the dimension it contracts. Under per-tensor scaling one cast
-serves all, transposed for the backward pass as the device needs it (devices.py). Under row-wise and block scaling an
+Every GEMM needs both operands quantized along the dimension that it contracts. Under per-tensor scaling one cast serves
+all of them, transposed for the backward pass as the device needs it (devices.py). Under row-wise and block scaling an
 activation is quantized twice in the forward pass, along K for the forward GEMM and, transposed, along M for wgrad.
 Either way a layer keeps one byte per element of X, never X itself (unless wgrad stays in high precision). 128x128
 blocks of a weight serve both directions; a row-wise weight is quantized twice.
 
-A weight is quantized in every forward pass, unless the caller announces that it is the one of the pass before
+A weight is quantized in every forward pass, unless the caller announces that it is unchanged since the pass before
 (`is_first_microbatch`, microbatch.py).
 """
 
@@ -36,6 +36,7 @@ from fp8serve.fp8.recipe import Precisions, Recipe, delayed
 from fp8serve.fp8.recompute import planned, refuse_reentrant
 from fp8serve.fp8.recording import expect_backward, prepare, record
 from fp8serve.fp8.scaling import Direction, ScalingState
+from fp8serve.fp8.selfcheck import prepare_device
 from fp8serve.fp8.stateful import Stateful
 
 Fused = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]  # (scale, FP8 dtype) -> (FP8 data [M, K], amax)
@@ -47,7 +48,7 @@ NAMES = ("input", "weight", "grad_output")
 
 @dataclass(frozen=True)
 class LinearCall:
-    """What one forward call fixes for its backward pass."""
+    """What a forward call decides for its backward pass."""
 
     module: int  # by key, as `record` wants it
     recipe: Recipe
@@ -56,7 +57,7 @@ class LinearCall:
     states: dict[str, ScalingState]  # empty for recipes without state
     hp: Precisions  # which of fprop, dgrad, wgrad run in high precision
     recording: bool  # stage amaxes in the forward pass
-    observer: Observer | None  # a monitor that wants to see the FP8 data
+    observer: Observer | None  # a monitor that reads the FP8 data
     observing: bool  # calibrating: stage the amax of operands that stay in high precision, too
     sharers: Any = None  # process group whose ranks hold the other parts of every operand, see tensor_parallel.py
 
@@ -106,7 +107,7 @@ class LinearCall:
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """How one forward call runs, and how it runs again if its activations are recomputed."""
+    """How one forward call runs, and how its second run goes if activations are recomputed."""
 
     call: LinearCall
     input_rowwise: bool  # in which directions its GEMMs read the input
@@ -115,7 +116,8 @@ class LinearPlan:
 
     @property
     def reads_quantized_only(self) -> bool:
-        """The input's values are not needed: its scale is known beforehand and no GEMM reads it in high precision."""
+        """Whether the input's values are not needed: its scale is known beforehand and no GEMM reads it in high
+        precision."""
         return self.call.rule is not None and self.input_rowwise and not self.call.hp[2]
 
     def repeated(self) -> "LinearPlan":
@@ -174,7 +176,7 @@ class Linear(Stateful, nn.Linear):
 
     The output has the dtype of the input (of torch.autocast, where that is active); the weight may have another, such
     as FP32 master weights under BF16 activations, and its gradient has the weight's. `params_dtype` is Transformer
-    Engine's name of `dtype`; TypeError if both are given and differ.
+    Engine's name for `dtype`; TypeError if both are given and differ.
     """
 
     tensors: ClassVar[dict[Direction, tuple[str, ...]]] = {"forward": NAMES[:2], "backward": NAMES[2:]}
@@ -215,8 +217,8 @@ class Linear(Stateful, nn.Linear):
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """x [..., in_features] -> [..., out_features].
 
-        is_first_microbatch: True keeps the quantized weight, False uses that of the last True, None asks the
-        `autocast`, which quantizes anew unless it says otherwise. Raises RecipeError for anything else.
+        is_first_microbatch: True keeps the quantized weight, False uses that of the last True, None follows the
+        `autocast`, whose default is to quantize again. Raises RecipeError for anything else.
         """
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
@@ -226,7 +228,7 @@ class Linear(Stateful, nn.Linear):
     def run(
         self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None, is_first_microbatch: bool | None = None
     ) -> Tensor:
-        """The layer on `values()`; on what `fused` quantizes instead where the plan reads nothing else.
+        """The layer on `values()`, or on the output of `fused` where the plan needs only the FP8 data.
 
         edge: the input's place in the autograd graph, of its shape and dtype; the input itself, or a stand-in for it.
         """
@@ -238,11 +240,11 @@ class Linear(Stateful, nn.Linear):
         # The first dimension is not always the input's: tensor-parallel layers gather and scatter tokens.
         first = edge.shape[:1] if math.prod(middle) == 0 else (y.shape[0] // math.prod(middle),)
         shape = (self.out_features,) if edge.dim() == 1 else (*first, *middle, self.out_features)
-        # Not a view: FSDP2 warns of a module that returns one.
+        # Not a view: FSDP2 warns about a module that returns one.
         return torch.ops.aten._unsafe_view(y, shape)  # type: ignore[no-any-return]
 
     def _in_high_precision(self, x: Tensor) -> Tensor:
-        """Without a recipe a converted model has the bits of the one that it was made of."""
+        """Without a recipe a converted model gives the same bits as the original."""
         bias = self._bias()
         return F.linear(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
@@ -335,6 +337,7 @@ def convert(module: nn.Module, skip: tuple[str, ...] = ("lm_head",)) -> nn.Modul
     `skip` holds last name components ("lm_head"), full names, or patterns ("model.layers.0.*"). Subclasses of nn.Linear
     are left alone, because they promise something of their own. Warns when nothing was converted, when an entry of
     `skip` (but the usual "lm_head") fits no layer, and of an nn.MultiheadAttention, which stays in high precision.
+    The kernels of a GPU that the module lies on, or is moved to later, are checked at their first use (selfcheck).
     """
     patterns = (skip,) if isinstance(skip, str) else tuple(skip)
     found = list(_plain_linears(module, patterns))
@@ -342,5 +345,7 @@ def convert(module: nn.Module, skip: tuple[str, ...] = ("lm_head",)) -> nn.Modul
         warnings.warn(said, stacklevel=2)
     for linear in found:
         Linear.adopt(linear)
+    for device in {p.device for linear in found for p in linear.parameters() if p.device.type == "cuda"}:
+        prepare_device(device)
     fast_paths.leave(module, found)
     return module

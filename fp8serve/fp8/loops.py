@@ -2,9 +2,9 @@
 
 Delayed states are updated when the outermost context ends (autocast.py), so that any number of forward passes can be
 one step. A whole loop inside one context therefore trains with the scales it began with: 1, on a fresh model, at which
-most gradients are below E5M2's smallest number. It looks like training that does not learn. What tells a loop from
-accumulation is that one optimizer steps twice with FP8 layers running in between; torch's own hook tells of steps.
-Different optimizers that step once each, as a generator's and a discriminator's do, are no loop.
+most gradients are below E5M2's smallest number. It looks like training that does not learn. In a loop, unlike in
+accumulation, one optimizer steps twice with FP8 layers running in between; a hook of torch reports the steps. Different
+optimizers that step once each, such as a generator's and a discriminator's, are not a loop.
 """
 
 import threading
@@ -45,7 +45,7 @@ class LoopWatch:
 
 
 class _Local(threading.local):
-    """Per thread: what watches its outermost context."""
+    """Per thread: the watcher of its outermost context."""
 
     watch: LoopWatch | None = None
 
@@ -58,5 +58,5 @@ def _stepped(optimizer: Optimizer, *_: Any) -> None:
         _LOCAL.watch.stepped(optimizer)
 
 
-# Once for the process: torch walks its hooks while other threads would come and go.
+# Registered once per process: other threads must not change torch's hooks while torch iterates over them.
 register_optimizer_step_post_hook(_stepped)

@@ -5,10 +5,10 @@
 
 `base` is an FP8 layer (frozen.py) or a BF16 one and is never changed. A and B are FP32 masters, rounded to BF16 for
 their products. These products are the op `mm`, whose rows do not depend on their batch, and s multiplies the small
-vector between them in FP32. A server that calls `low_rank` on some rows of a batch gets the bits that training got.
+vector between them in FP32. A server that calls `low_rank` on some rows of a batch gets the same bits as training.
 
-Masters get their gradients in FP32, from products of BF16 operands. A layer keeps its input and r numbers a token for
-the backward pass. The norm of DoRA needs no product of W's size: its three terms are products with A.
+Masters get their gradients in FP32, from products of BF16 operands. A layer keeps its input and r numbers per token for
+the backward pass. The norm of DoRA needs no product as large as W: its three terms are products with A.
 """
 
 import math
@@ -25,7 +25,7 @@ from fp8serve.fp8.ops.arithmetic import dequantize
 from fp8serve.fp8.ops.packing import unpack_weight
 
 _mm = torch.ops.fp8serve.mm.default
-ROWS_AT_ONCE = 256  # of a weight that is widened to FP32
+ROWS_AT_ONCE = 256  # rows of a weight that are widened to FP32 at a time
 
 
 def low_rank(x: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
@@ -88,7 +88,8 @@ def rescaled(z: Tensor, factor: Tensor) -> Tensor:
 class LoraLinear(nn.Module):
     """[..., K] -> [..., N]: `base` with an adapter that trains. Parameters: lora_A [r, K], lora_B [N, r] and, for DoRA,
     lora_magnitude_vector [N], all FP32. B begins as zero and the magnitude as the norms of W's rows: a new adapter
-    changes nothing (DoRA: but a rounding). dropout acts on the adapter's input, and only where gradients are recorded.
+    changes nothing (with DoRA, except for a rounding). dropout acts on the adapter's input, and only where gradients
+    are recorded.
     """
 
     lora_magnitude_vector: nn.Parameter | None
@@ -154,7 +155,8 @@ def features(base: nn.Module) -> tuple[int, int]:
 
 @torch.no_grad()
 def squared_norms(base: nn.Module) -> Tensor:
-    """FP32 [N]: of each row of the weight, of which a few rows at a time are widened. A packed one is put in rows."""
+    """FP32 [N]: the squared norm of each row of the weight. A few rows at a time are widened; a packed weight is
+    unpacked."""
     weight = _in_rows(weight_of(base))
     if not isinstance(base, FrozenLinear):
         return torch.cat([part.float().square().sum(1) for part in torch.split(weight, ROWS_AT_ONCE)])

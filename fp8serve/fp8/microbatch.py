@@ -10,10 +10,10 @@
     True     quantize it and keep the result: one byte an element, until the next True
     False    the weight is what it was at the last True: use what was kept
 
-Nothing but the caller knows that a weight is unchanged. A version counter does not: fused optimizers, writes through
-`.data` and writes through NumPy leave it as it was. Evidence that a weight has changed is believed all the same: a step
-of any torch optimizer, a counter that has risen, another storage, another recipe. Then False quantizes and keeps, as
-True does.
+Only the caller knows that a weight is unchanged. A version counter does not show it: fused optimizers, writes through
+`.data` and writes through NumPy leave it as it was. Evidence that a weight has changed still overrides the
+announcement: a step of any torch optimizer, a counter that has risen, another storage, another recipe. Then False
+quantizes and keeps, as True does.
 """
 
 from collections.abc import Callable, Hashable
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class _Steps:
-    """The latest step of any optimizer of this process, as an object that is equal to itself only."""
+    """The latest step of any optimizer of this process, as an object that equals only itself."""
 
     latest = object()
 
@@ -50,7 +50,7 @@ def checked(is_first_microbatch: bool | None) -> bool | None:
 
 
 def _moment(weight: Tensor, about: Hashable) -> tuple[Any, ...]:
-    """Unequal for two moments between which the weight is known to have changed; equal proves nothing."""
+    """Differs between two moments if the weight is known to have changed; equality proves nothing."""
     version = None if weight.is_inference() else weight._version
     storage = StorageWeakRef(weight.untyped_storage())  # type: ignore[no-untyped-call]
     # Nothing that was made under inference_mode can be saved for a backward pass.
@@ -62,7 +62,7 @@ def _any(value: object) -> bool:
 
 
 class Kept(Generic[T]):
-    """What was made of one weight at the last True. A copy of its owner starts without it."""
+    """What was computed from one weight at the last True. A copy of its owner starts without it."""
 
     def __init__(self) -> None:
         self._moment: tuple[Any, ...] = ()
@@ -82,9 +82,9 @@ class Kept(Generic[T]):
         make: Callable[[], T],
         suits: Callable[[T], bool] = _any,
     ) -> T:
-        """The kept value if `first` is False, nothing is known against it and it `suits`; else what `make` makes.
+        """The kept value if `first` is False, no evidence speaks against it and it `suits`; else the result of `make`.
 
-        about: what it depends on beside the weight, such as the recipe.
+        about: what the value depends on apart from the weight, such as the recipe.
         """
         if first is None or torch.compiler.is_compiling():  # a graph cannot ask what happened between its runs
             return make()

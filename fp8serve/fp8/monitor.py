@@ -6,12 +6,12 @@
         monitor.step()           # -> the readings of this step
     print(monitor.table())
 
-At every step: amax, scale, headroom and dropped (non-finite) steps, read from the delayed states, which hold them
-anyway. At every `every`-th step: the fractions of values that were cut off (saturated), rounded to the largest FP8
-value or lost below the smallest (underflowed), and of zeros, counted on up to 16 Ki values of each tensor and
-their FP8 data (tally.py) without waiting for the device; `step` waits once, to read all.
-Recipes without state have readings at every `every`-th step only. On one CPU core and a training step of 25 ms (four
-layers of 512 x 1536, 256 tokens) `step` takes 0.1 ms, and counting 1.1 ms every 16th step.
+Every step gives amax, scale, headroom and dropped (non-finite) steps, read from the delayed states, which hold them
+anyway. Every `every`-th step gives the fractions of values that were cut off (saturated), rounded to the largest FP8
+value or lost below the smallest (underflowed), and of zeros. They are counted on up to 16 Ki values of each tensor and
+their FP8 data (tally.py) without waiting for the device; `step` waits once, to read all. Recipes without state have
+readings only at every `every`-th step. On one CPU core and a training step of 25 ms (four layers of 512 x 1536, 256
+tokens) `step` takes 0.1 ms, and counting 1.1 ms every 16th step.
 
 Each kind of trouble is logged once per tensor: *overflow* (values beyond the range of the scale), *underflow* (more
 than half of the values that are not zero became zero), *non-finite* (a step was dropped). A compiled module is read
@@ -37,7 +37,7 @@ from fp8serve.fp8.tally import Tally, tally
 LOG = logging.getLogger("fp8serve.monitor")
 SAMPLED = 2**14
 FRACTIONS = "".join(f"{name:>12}" for name in ("saturated", "at the top", "underflowed", "zeros"))
-ROUNDS_TO_TOP = math.log2(464 / 448)  # up to half a step beyond 448 nothing is lost but a rounding
+ROUNDS_TO_TOP = math.log2(464 / 448)  # up to half a step beyond 448 the loss is only rounding
 PROMETHEUS = {
     "amax": "fp8serve_amax",
     "scale": "fp8serve_scale",
@@ -92,7 +92,7 @@ class Reading:
 
     @property
     def _lost(self) -> float:
-        """Of the elements that are not zero, the fraction that became zero."""
+        """The fraction of the nonzero elements that became zero."""
         if self.zeros is None or not self.underflowed:
             return 0.0
         return self.underflowed / (1 - self.zeros + self.underflowed)
@@ -112,7 +112,7 @@ class Fractions(NamedTuple):
 
 @dataclass(slots=True)
 class _Sample:
-    """What was counted on `size` elements of a tensor, still on its device."""
+    """Counts over `size` elements of a tensor, still on its device."""
 
     counts: Tally
     coarsest: Tensor  # FP32 []: the largest scale_inv of its blocks
@@ -126,7 +126,7 @@ class _Sample:
 
 
 def _count(x: Tensor, q: Tensor, scale_inv: Tensor) -> _Sample:
-    """By a sample of x and its FP8 data q [R, C] whose stride is odd, so that it does not run down a column."""
+    """Counts on a sample of x and its FP8 data q [R, C]; its stride is odd, so that it does not run down a column."""
     rows, cols = q.shape
     at = torch.arange(0, q.numel(), (q.numel() // SAMPLED) | 1, device=q.device)
     r, c = at // max(cols, 1), at % max(cols, 1)
@@ -148,15 +148,20 @@ def _together(columns: list[list[Tensor]]) -> list[list[float]]:
 class Monitor:
     """Reads every FP8 module of a model; call `step()` after each training step, `close()` (or `with`) detaches.
 
-    callback: gets the list of readings of each step. every: how many steps from one count to the next.
+    callback: gets the list of readings of each step. every: the number of steps from one count to the next. log:
+    whether trouble is logged.
     """
 
     def __init__(
-        self, model: nn.Module, callback: Callable[[list[Reading]], None] | None = None, every: int = 16
+        self,
+        model: nn.Module,
+        callback: Callable[[list[Reading]], None] | None = None,
+        every: int = 16,
+        log: bool = True,
     ) -> None:
         if every < 1:
             raise ValueError(f"every must be at least 1 step, found {every}.")
-        self.callback, self.every, self.steps = callback, every, 0
+        self.callback, self.every, self.log, self.steps = callback, every, log, 0
         self.readings: list[Reading] = []
         self._modules = {name: m for name, m in model.named_modules() if isinstance(m, Stateful)}
         self._samples: dict[At, _Sample] = {}
@@ -192,7 +197,7 @@ class Monitor:
         self.steps += 1
         self._samples.clear()
         self._attach(self.steps % self.every == 0)
-        for reading in self.readings:
+        for reading in self.readings if self.log else ():
             self._warn(reading)
         if self.callback is not None:
             self.callback(self.readings)
@@ -214,7 +219,7 @@ class Monitor:
         in_force = {at: self._scales.get(at, 1.0) for at in states}
         self._scales = {at: row[1] for at, row in states.items()}
         found = [self._reading(at, row[0], in_force[at], int(row[2])) for at, row in states.items()]
-        # without a state, infinities are seen by their scale, which a quantized gradient then lacks (casting.unhidden)
+        # without a state, infinities show in the scale, which is NaN for such a gradient (casting.unhidden)
         counted = [(at, row, int(math.isnan(row[0]))) for at, row in figures.items() if at not in states]
         return found + [self._reading(at, row[0], row[1], bad) for at, row, bad in counted]
 

@@ -1,4 +1,4 @@
-"""`OwnLinear`: torch's linear layer by our own product, and the models made of it."""
+"""`OwnLinear`: torch's linear layer with our own product, and the conversion of a model to it."""
 
 from typing import TYPE_CHECKING, Any, Optional, cast
 
@@ -16,7 +16,7 @@ _packed_mm = torch.ops.fp8serve.packed_mm.default
 
 
 class OwnLinear(nn.Linear):
-    """nn.Linear by our product; for serving its weight may be packed. beside: adapters that are served with it."""
+    """nn.Linear with our product; for serving its weight may be packed. beside: adapters that are served with it."""
 
     beside: Optional["Beside"] = None
 
@@ -27,11 +27,11 @@ class OwnLinear(nn.Linear):
         return cast(OwnLinear, linear)
 
     def pack(self, out: Tensor) -> None:
-        """Reads the weight from now on where it is packed: `out`, as many BF16."""
+        """Move the weight, packed, into `out`, BF16 of as many elements."""
         self.weight = nn.Parameter(packed(self.weight, out), requires_grad=False)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Takes a weight in rows where this one is packed."""
+        """Accepts a weight in rows where this layer's is packed."""
         if self.weight.dim() == 3:
             pack_loaded(state_dict, f"{prefix}weight")
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -51,12 +51,13 @@ class OwnLinear(nn.Linear):
 
 
 def own_products(device: str) -> bool:
-    """All products on this device are our CPU kernels."""
+    """Whether all products on this device run our CPU kernels."""
     return all("cpu kernel" in ops.backends(device)[op] for op in ("scaled_mm", "scaled_mm_add", "mm"))
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether the module is a linear layer of torch's; one that also routes is called as its class has it."""
+    """Whether the module is a plain linear layer of torch; a subclass that also routes is called as its class
+    defines."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 

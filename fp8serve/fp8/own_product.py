@@ -1,9 +1,9 @@
-"""BF16 products whose rows do not depend on each other, differentiable: what serving and training both run.
+"""Differentiable BF16 products whose rows do not depend on each other, for serving and training alike.
 
 A matrix library picks the order of its sums by the shape of the product, so that a token would get other bits among
 other tokens. `mm` (csrc/cpu/gemm.h) sums in one order whatever the shape. With it a token's projections and logits have
-the same bits in a trainer's batch, in a chunk of a prompt and at decoding. The gradient is torch's: nobody compares it
-with a server.
+the same bits in a trainer's batch, in a chunk of a prompt and at decoding. The gradient is torch's, because a server
+computes none.
 
 On a device without that kernel, and in other types, a product is torch's.
 """
@@ -40,7 +40,7 @@ class _Product(torch.autograd.Function):
 
 
 def is_own(x: Tensor, weight: Tensor) -> bool:
-    """Whether `product` of these is our kernel's."""
+    """Whether `product` of these runs our kernel."""
     return _HAS_KERNEL and x.dtype == weight.dtype == torch.bfloat16 and x.device.type == "cpu"
 
 
@@ -58,7 +58,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dty
 
 
 def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """torch's linear of x [..., K], by `product` where that is our kernel's."""
+    """torch's linear of x [..., K], computed by `product` where that runs our kernel."""
     if not is_own(x, weight):
         return F.linear(x, weight, bias)
     if x.dim() == 2:

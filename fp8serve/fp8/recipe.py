@@ -5,10 +5,10 @@ which of the three GEMMs of a linear layer stay in high precision. The same obje
 and serving, and is written into the files as JSON. Nothing here touches torch, so a command line can read a recipe
 without waiting for it.
 
-Only this file asks which recipe it is. The others read `recipe.specs`, how each tensor is quantized (spec.py), and
+Only this file distinguishes recipes. The others read `recipe.specs`, how each tensor is quantized (spec.py), and
 `delayed(recipe)`, the rules of its states.
 
-What we chose not to do: no base class to ask for (`Recipe` is a union), no defaults from the environment, no mutation.
+On purpose there is no base class (`Recipe` is a union), no default from the environment, and no mutation.
 """
 
 import json
@@ -27,10 +27,10 @@ Precisions = tuple[bool, bool, bool]
 Fp8Name = Literal["delayed", "current", "rowwise", "block"]  # the recipes to train with, as a command line names them
 RecipeName = Literal[Fp8Name, "bf16"]
 ServedName = Literal[Fp8Name, "w8a16"]  # those to serve with
-RecipeChoice = Literal["stored", ServedName, "bf16"]  # "stored": what lies in the directory
+RecipeChoice = Literal["stored", ServedName, "bf16"]  # "stored": the recipe of the directory
 HeadDtype = Literal["bf16", "fp8"]  # of the matrix that makes logits, whatever the recipe
 
-MAX_MARGIN = 8  # beyond it fp8_max / 2^margin / amax leaves FP32's range for the largest amax
+MAX_MARGIN = 8  # with a larger margin fp8_max / 2^margin / amax leaves FP32's range for the largest amax
 
 
 class Format(Enum):
@@ -52,7 +52,7 @@ class Format(Enum):
 
 
 class _Specified:
-    """What every recipe has beside its parameters."""
+    """What every recipe has apart from its parameters."""
 
     specs: RecipeSpecs  # how each tensor is quantized, by role; found once, when the recipe is made
 
@@ -75,7 +75,7 @@ def _check_common(recipe: "Recipe") -> None:
 
 
 def _take_backward_override(recipe: "Recipe", asked: str | None) -> None:
-    """Transformer Engine's `backward_override`, in our words: dgrad and wgrad in high precision."""
+    """Transformer Engine's `backward_override` as an override of ours: dgrad and wgrad in high precision."""
     if asked not in (None, "high_precision"):
         raise RecipeError(f'backward_override must be None or "high_precision", found {asked!r}.')
     if asked is not None:
@@ -197,7 +197,7 @@ class Float8BlockScaling(_Specified):
 class Float8WeightOnly(_Specified):
     """Weights in FP8, activations as they are, in BF16: a recipe to serve with, not to train with.
 
-    `weight_granularity="row"`: one scale per output channel, "tensor": one in all; by the weight's content.
+    `weight_granularity="row"`: one scale per output channel; "tensor": one scale; from the weight's content.
     """
 
     weight_granularity: Literal["tensor", "row"] = "row"
@@ -223,13 +223,13 @@ _NAMED: dict[ServedName, tuple[type[Recipe], dict[str, Any]]] = {
     "w8a16": (Float8WeightOnly, {}),
 }
 NAMES: tuple[str, ...] = get_args(RecipeName)
-# Parameters that came later, as all recipes were before: they are written only where they say something else, so that
-# files stay readable by those who do not know them.
+# Parameters that were added later, with the value that equals the earlier behaviour. They are written only where they
+# differ from it, so that older versions can read the files.
 _LATER: dict[type[Recipe], dict[str, Any]] = {DelayedScaling: {"power_2_scale": False, "weight_granularity": "tensor"}}
 
 
 def attends_in_fp8(recipe: Recipe | None) -> bool:
-    """Whether attention, too, runs in FP8: `fp8_dpa`, or `fp8_mha`, which is more than that."""
+    """Whether attention, too, runs in FP8: `fp8_dpa`, or `fp8_mha`, which includes it."""
     return recipe is not None and bool(recipe.specs.attention)
 
 
@@ -241,7 +241,7 @@ def depends_on_batch(recipe: Recipe | None) -> bool:
 
 
 def trains(recipe: Recipe | None) -> bool:
-    """Whether a model can be trained under the recipe; in high precision it can."""
+    """Whether a model can be trained under the recipe; also true for high precision."""
     return not isinstance(recipe, Float8WeightOnly)
 
 
@@ -250,9 +250,9 @@ def delayed(recipe: Recipe | None) -> DelayedScaling | None:
     return recipe if isinstance(recipe, DelayedScaling) else None
 
 
-def unreduced(recipe: Recipe | None) -> Recipe | None:
-    """The recipe for a run that is this process's own, whatever process groups there are."""
-    return replace(recipe, reduce_amax=False) if isinstance(recipe, DelayedScaling) else recipe
+def reduced(recipe: Recipe | None, by_group: bool) -> Recipe | None:
+    """The recipe for a run of the whole default process group, or of this process alone whatever groups there are."""
+    return replace(recipe, reduce_amax=by_group) if isinstance(recipe, DelayedScaling) else recipe
 
 
 def _build(cls: type[Recipe], given: dict[str, Any]) -> Recipe:

@@ -1,13 +1,13 @@
-"""Activation recomputation: the second forward pass runs by what the first one wrote down.
+"""Activation recomputation: the second forward pass uses what the first one recorded.
 
 `torch.utils.checkpoint(..., use_reentrant=False)` drops the activations of a region and, in the backward pass, runs the
-region again. By then the autocast context has ended and the scales have moved on; without further care the region would
-compute other numbers than those whose gradient is wanted. So every call of a layer inside such a region is logged: the
-recipe, the input's scale and the quantized weight (which the layer keeps anyway). The second run replays the log in
-order, and stages no amax.
+region again. By then the autocast context has ended and the scales have moved on; without further care the second run
+would compute different values from the first, and the gradients would be wrong. So every call of a layer inside such a
+region is logged with the recipe, the input's scale and the quantized weight (which the layer keeps anyway). The second
+run replays the log in order, and stages no amax.
 
 The log belongs to the region's frame, which torch keeps exactly as long as its graph. torch has no public name for it:
-we find it in the closure of the saved-tensor hooks that are in force. If that ever changes, nothing is silently wrong:
+we find it in the closure of the saved-tensor hooks that are in force. If that ever changes, the error is not silent:
 the second run would save other tensors than the first, which torch refuses. The reentrant variant hides its first run
 under no_grad and cannot be followed; a layer that notices it refuses.
 """
@@ -36,7 +36,7 @@ _POSITIONS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 def _region(hook: Callable[..., Any]) -> Region | None:
-    """The region whose pack hook this is; None for anyone else's hook."""
+    """The region whose pack hook this is; None for any other hook."""
     inner = inspect.unwrap(hook)
     for cell in inner.__closure__ or ():
         found = cell.cell_contents
@@ -64,7 +64,7 @@ P = TypeVar("P", bound=Repeatable)
 
 
 def planned(layer: int, make: Callable[[], P | None]) -> P | None:
-    """How this call of a layer (by key) runs: as `make` says, or in a second run as the first run's call did."""
+    """How this call of a layer (by key) runs: as `make` says, or in a second run like the first run's call."""
     running = regions()
     again, plan = recall(running, layer)
     if not again:
@@ -81,7 +81,7 @@ def remember(running: list[Region], layer: int, memory: Any) -> None:
 
 
 def recall(running: list[Region], layer: int) -> tuple[bool, Any]:
-    """In a second run: (True, what the first run remembered of this call); else (False, None)."""
+    """In a second run: (True, what the first run logged for this call); else (False, None)."""
     region = next((r for r in running if r.second_run is not None), None)
     if region is None:
         return False, None

@@ -1,7 +1,7 @@
-"""What layers tell the running step: that they run, what they staged, and that a backward pass will stage more.
+"""How layers report to the running step: that they run, what they staged, and that a backward pass will stage more.
 
-Inside torch.compile each becomes a node of the graph, which carries the numbers of the module and the rule (handles.py)
-and does the same when the graph runs.
+Inside torch.compile each report becomes a node of the graph. The node carries the numbers of the module and the rule
+(handles.py) and does the same when the graph runs.
 """
 
 import torch
@@ -28,7 +28,8 @@ def prepare(module: int, rule: int, length: int) -> bool:
 
 
 def expect_backward(history: Tensor, rule: int) -> None:
-    """Note that gradients will be staged by the rule: the other ranks ask. `history`: any that is updated."""
+    """Note that gradients will be staged by the rule, which the other ranks need to know. `history`: any that is
+    updated."""
     if torch.compiler.is_compiling():
         torch.ops.fp8serve.expect_backward(history, rule)
     else:
@@ -40,7 +41,8 @@ def _expect_backward(history: Tensor, rule: int) -> None:
 
 
 def _expect_backward_of_graph(history: Tensor, rule: int) -> None:
-    """A compiled graph carries the number of a rule to its backward pass, and nothing that would hold the rule."""
+    """A compiled graph carries the number of a rule to its backward pass, and no reference that would keep the rule
+    alive."""
     held = RULES[rule]
     held.session.keep(rule, held)
     _expect_backward(history, rule)

@@ -5,8 +5,8 @@
 
 Quantizing reads `scale` and raises the staging slot; nothing else changes until the step ends. Then `update` turns the
 histories of all tensors that ran into new scales and rotates them, in one op for any number of states. The rules of the
-update are in the op `delayed_update`; here is what surrounds it: algorithms given as Python callables and the
-reduction over a process group. A state costs 4 N + 20 bytes.
+update are in the op `delayed_update`; this module adds algorithms given as Python callables and the reduction over a
+process group. A state costs 4 N + 20 bytes.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ class ScalingState:
 
     @classmethod
     def create(cls, length: int, device: torch.device) -> "ScalingState":
-        """A state that has seen nothing: scale 1, a history of `length` zeros."""
+        """A new state: scale 1, a history of `length` zeros."""
         count = torch.zeros((), dtype=torch.int64, device=device)
         scale = torch.ones((), dtype=torch.float32, device=device)
         return cls(scale, torch.zeros(length, dtype=torch.float32, device=device), count, count.clone())
@@ -145,7 +145,7 @@ def _name_in_op(algo: AmaxAlgo) -> str | None:
 
 
 def _scale_beside_op(entry: Entry, recipe: DelayedScaling) -> Tensor:
-    """The scale after this step by functions that the op does not have; called before the history rotates."""
+    """The scale after this step, by functions that the op does not implement; called before the history rotates."""
     state, history = entry.state, entry.state.amax_history
     staged, algo = history[0], recipe.amax_compute_algo
     choose = algo if callable(algo) else RULES[algo].choose

@@ -1,13 +1,13 @@
-"""Causal attention over flattened sequences as a server computes it, differentiable: what training runs.
+"""Causal attention over flattened sequences as a server computes it, but differentiable, for training.
 
 The forward pass is serving's own op, `paged_attention`, with the new keys and values for its cache, one token a block.
 A query's result depends on itself, its keys and its position alone (csrc/cpu/attention.h), so these are the bits of
 prefill, decoding, any chunk and any cached prefix. With the scales of an FP8 cache (`KvScale`) keys and values are cast
 as the server casts them.
 
-The backward pass is that of `causal_attention`, computed anew from queries, keys and values: its gradient is that of
-the same function, and no server computes one. The op is several times as fast as torch's attention forwards, so a step
-takes no longer. The cast to an FP8 cache passes gradients through.
+The backward pass is that of `causal_attention`, recomputed from queries, keys and values: it is the gradient of the
+same function, and a server computes no gradient. The op's forward pass is several times as fast as that of torch's
+attention, so a step takes no longer. Gradients pass unchanged through the cast to an FP8 cache.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class KvScale:
 
 
 class _Options(NamedTuple):
-    """Those of `causal_attention` that have no gradient."""
+    """The arguments of `causal_attention` that have no gradient."""
 
     lengths: Sequence[int]
     softmax_scale: float
@@ -123,6 +123,6 @@ def _tables(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, Tenso
 
 
 def _rounded(x: Tensor, scale: Tensor, scale_inv: Tensor) -> Tensor:
-    """What an E4M3 cache holds of x, in x's type."""
+    """The value of x as an E4M3 cache holds it, in x's type."""
     q: Tensor = _quantize(x, scale, E4M3)[0]
     return (q.float() * scale_inv).to(x.dtype)

@@ -2,18 +2,17 @@
 
     model = convert(model)                                # nothing to do: these modules share the common session
     own = Session(model)                                  # or the model owns one
-    with autocast(recipe=recipe, session=own):            # whose modules alone are reduced over the process group
+    with autocast(recipe=recipe, session=own):            # reduces only its modules over the process group
 
 Without a process group a session decides nothing: a step updates the modules that ran in it. Over a group the ranks
-must agree whose amax stands where in the one vector that they reduce, even a rank on which nothing ran and whose
-context names no model. So the common session has to be one per process, and its modules stand in their order of
-creation. It has a second line for copies, because a copy is often made by one rank alone, for evaluation, say: such
-copies move no other module's place. What cannot be told without a name is which copies of different ranks belong
-together if the ranks have made different numbers of them; a session that the model owns tells it. There a module's
-place is its place in the model. A copy of such a model has a session of its own, which no other model's collective
-knows of.
+must agree on each amax's place in the one vector that they reduce, even a rank on which nothing ran and whose context
+names no model. So there is one common session per process, and its modules are ordered by their creation. It has a
+second line for copies, because often only one rank makes a copy, for example for evaluation: such copies do not move
+the places of other modules. If ranks have made different numbers of copies, the common session cannot match them up; a
+session that the model owns can. There a module's place is its place in the model. A copy of such a model has its own
+session, which takes no part in the collectives of other models.
 
-A session holds its modules weakly, and they hold it: it goes with them.
+A session holds its modules weakly, and they hold it, so it is freed with them.
 """
 
 import threading
@@ -31,7 +30,7 @@ from fp8serve.fp8.handles import Handles
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.fp8.scaling import Line, Place, Scaled
 
-REMEMBERED = 1024  # rules of a session that nobody needs at the moment
+REMEMBERED = 1024  # rules of a session that are not in use at the moment
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Rule:
 
     @property
     def attendance(self) -> Attendance:
-        """What the ranks of the group have told."""
+        """What the ranks of the group have reported."""
         return self.session.attendance[self.group]
 
     def check(self, module: Scaled) -> None:
@@ -84,10 +83,11 @@ class Session:
         self._modules: WeakValueDictionary[Place, Scaled] = WeakValueDictionary()
         self._made = dict.fromkeys(Line, 0)
         self._rules: WeakValueDictionary[int, Rule] = WeakValueDictionary()
-        self._recent: deque[Rule] = deque(maxlen=REMEMBERED)  # so that a step's rule is the one of the step before
+        self._recent: deque[Rule] = deque(maxlen=REMEMBERED)  # a step then has the rule of the step before
         self._lasting: dict[int, Rule] = {}  # those of compiled graphs
         self._lock = threading.RLock()
         self.attendance: defaultdict[Any, Attendance] = defaultdict(Attendance)  # by process group
+        self.held: Any = None  # the steps.Held that takes what ends, while one update is made of several passes
         self.reach = 0  # one more than the highest place, in either line, that ever staged an amax
         if model is not None:
             self._take_over(model)
@@ -117,7 +117,7 @@ class Session:
         return place
 
     def copied(self, module: Scaled) -> Place:
-        """Take in a copied module: at the place that it had in the original of this session, if it is free."""
+        """Add a copied module, at its original's place in the copied session if that place is free."""
         place = module.place
         with self._lock:
             if place in self._modules:  # a shallow copy, which has its original's session
@@ -143,7 +143,8 @@ class Session:
                 self.reach = max(self.reach, module.place.number + 1)
 
     def rule(self, recipe: DelayedScaling, group: Any) -> Numbered:
-        """The rule of a recipe and a group, an equal one if there is any; who needs it later holds it."""
+        """The rule of a recipe and a group; an existing equal one if there is any. The caller must hold it to keep it
+        alive."""
         wanted = Rule(recipe, group, session=self)
         with self._lock:
             for number, same in list(self._rules.items()):

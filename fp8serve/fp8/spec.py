@@ -1,9 +1,9 @@
-"""QuantSpec: everything that decides how one tensor becomes FP8, as data.
+"""QuantSpec: data that define how one tensor is quantized.
 
 A recipe yields one for each role of a tensor (`recipe.specs`), a checkpoint of another project one for the inputs of
-its layers. Casting, linear layers, attention, loading, export and calibration read these and not recipes. The names of
-granularities here are those of `fp8serve.quantize`, and the only ones in the tree; other projects' words for them are
-translated where their files are read (model/formats/interop.py).
+its layers. Casting, linear layers, attention, loading, export and calibration read specs and not recipes. The names of
+granularities are those of `fp8serve.quantize`; other projects' names for them are translated where their files are read
+(model/formats/interop.py).
 
 A new format is a name here (a granularity with its block, a scale format), an op that casts to it (casting.py says
 which) and a product that reads its scales. Nothing here touches torch.
@@ -81,14 +81,14 @@ class QuantSpec:
         return all(block is None or size % block == 0 for size, block in zip((rows, columns), self.block, strict=True))
 
     def at_rest(self) -> "QuantSpec":
-        """The same numbers once training is over: a scale that came from state is stored."""
+        """The spec after training: a scale that came from a state is now stored."""
         return replace(self, source="stored") if self.source == "delayed" else self
 
 
 def block_of(scale_shape: tuple[int, ...], rows: int, columns: int) -> Block:
-    """(rows, columns) that share a scale of a matrix [rows, columns] whose scales have this shape; None for all.
+    """The (rows, columns) that share a scale in a matrix [rows, columns] with scales of this shape; None for all.
 
-    Granularities that give a matrix the same shape are the same for it. ValueError for a shape that none gives.
+    Granularities that give the same shape of scales are equivalent. ValueError for a shape that no granularity gives.
     """
     for granularity, block in _BLOCKS.items():
         if QuantSpec(granularity=granularity).scale_shape(rows, columns) == scale_shape:
@@ -111,7 +111,7 @@ def listed(shapes: Sequence[Sequence[int]]) -> str:
 
 
 def _count(size: int, block: int | None) -> int:
-    """How many blocks cover `size`."""
+    """The number of blocks that cover `size`."""
     return 1 if block is None else -(-size // block)
 
 
@@ -124,7 +124,7 @@ CACHE: Mapping[str, QuantSpec] = {"k": QuantSpec(source="stored"), "v": QuantSpe
 
 @dataclass(frozen=True)
 class RecipeSpecs:
-    """What a recipe makes of every tensor, by role.
+    """How a recipe quantizes every tensor, by role.
 
     linear: `LINEAR`. attention: `ATTENTION`, or empty where attention stays in high precision. cache: the keys and
     values of an FP8 KV cache. keeps_attention_wide: attention's output is not rounded to the dtype of activations.
@@ -136,7 +136,7 @@ class RecipeSpecs:
     keeps_attention_wide: bool = False
 
     def element(self, role: str) -> ElementFormat:
-        """The element format of a role, whichever kind of layer has it: all that have one agree."""
+        """The element format of a role in any kind of layer; all kinds agree."""
         return next(specs[role].element for specs in (self.linear, self.attention, self.cache) if role in specs)
 
 

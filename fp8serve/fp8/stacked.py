@@ -1,25 +1,28 @@
-"""Stacked: frozen layers of many experts as one [E, N, K], for products that do all experts in one go (ops/grouped.py).
+"""Stacked: frozen layers of many experts as one [E, N, K], for products of all experts at once (ops/grouped.py).
 
 Each expert's layers are joined first (joined.py), its gate and up for instance; then the experts' weights are stacked
-and the layers' tensors become views of the stack. So a weight that is written to counts at once, and a layer that was
-replaced or hooked is seen before the call. On a CPU only the experts that a step uses are asked, because asking all
-would take longer than computing them.
+and the layers' tensors become views of the stack. So a write to a weight takes effect at once, and a layer that was
+replaced or hooked is noticed before the call (replacing.py). On a CPU only the experts that a step uses are checked,
+because checking all would take longer than computing them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import product
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from fp8serve.fp8.casting import content_cast
+from fp8serve.fp8.casting import content_cast, content_strips
 from fp8serve.fp8.frozen import FrozenLinear, packed
 from fp8serve.fp8.joined import Joined, are_whole_blocks, can_join
 from fp8serve.fp8.ops.arithmetic import CUT_OFF
 from fp8serve.fp8.ops.grouped import expert_of_rows
 from fp8serve.fp8.ops.packing import is_packable
+from fp8serve.fp8.replacing import DICTIONARIES, note_changes
 
 E4M3 = torch.float8_e4m3fn
+_grouped_mlp = torch.ops.fp8serve.grouped_mlp.default
 _grouped_mm = torch.ops.fp8serve.grouped_mm.default
 _grouped_quantize = torch.ops.fp8serve.grouped_quantize.default
 
@@ -35,7 +38,7 @@ def can_stack(owners: Sequence[nn.Module], names: Sequence[str]) -> bool:
 
 
 def _multiplies(layer: FrozenLinear) -> bool:
-    """Whether grouped_mm takes what it would be given: on a GPU not an input in BF16."""
+    """Whether grouped_mm takes these operands: on a GPU it takes no input in BF16."""
     return layer.input_spec.is_fp8 or not layer.weight_q.is_cuda
 
 
@@ -49,13 +52,18 @@ def _kind(layers: Sequence[FrozenLinear]) -> tuple[object, ...]:
 class Stacked:
     """The layers `names` of every owner, [N, K] together, as one. Changes the layers: see above.
 
-    They must be such that `can_stack` holds, and none may be packed yet.
+    `can_stack` must be true for them, and none may be packed yet.
     """
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def __init__(self, owners: Sequence[nn.Module], names: Sequence[str]) -> None:
-        self._owners = owners
+        self._changed: set[int] = set()  # experts in which something may have been replaced
+        for expert, owner in enumerate(owners):
+            note_changes(owner, "_modules", self._changed, expert)
+            for layer, dictionary in product([owner._modules[name] for name in names], DICTIONARIES):
+                note_changes(cast(nn.Module, layer), dictionary, self._changed, expert)
+        self._modules = [owner._modules for owner in owners]
         layers = [{name: cast(FrozenLinear, owner._modules[name]) for name in names} for owner in owners]
         self._parts = parts = [Joined(group) for group in layers]
         self._first = first = parts[0].first
@@ -69,6 +77,7 @@ class Stacked:
         self._amax = torch.zeros(len(parts), device=self._whole.device)
         self._saturated = torch.zeros(len(parts), dtype=torch.int64, device=self._whole.device)
         self._cast = content_cast(first.input_spec)
+        self._strips = content_strips(first.input_spec)
         self._share()
 
     def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
@@ -77,13 +86,35 @@ class Stacked:
         dtype = self._first.out_dtype or x.dtype
         return cast(Tensor, _grouped_mm(q, self._weights, scale_inv, self._scale, offsets, self._bias, dtype))
 
-    def is_current(self, experts: Sequence[int]) -> bool:
+    def is_current(self, experts: Collection[int]) -> bool:
         """Whether the layers of these experts are the modules, with the tensors, that were stacked."""
-        return all(self._parts[expert].is_current(self._owners[expert]._modules) for expert in experts)
+        for expert in self._changed.intersection(experts):
+            if not self._parts[expert].is_current(self._modules[expert]):
+                return False
+            self._changed.discard(expert)
+        places = self._places
+        for expert in experts:  # `.data` replaces a tensor's memory in no dictionary
+            tensors, addresses = places[expert]
+            if [tensor.data_ptr() for tensor in tensors] != addresses:
+                return False
+        return True
+
+    def makes_mlp_with(self, down: "Stacked", x: Tensor) -> bool:
+        """Whether `mlp` of inputs like x does what calling the two stacks does."""
+        strips, dtypes = self._strips, (None, x.dtype)
+        is_alike = strips is not None and strips == down._strips
+        return is_alike and self._first.out_dtype in dtypes and down._first.out_dtype in dtypes and not x.is_cuda
+
+    def mlp(self, down: "Stacked", x: Tensor, chosen: Tensor, weights: Tensor, tokens: Tensor) -> Tensor:
+        """x [T, K], chosen int64 [T, k], weights [T, k] -> [T, N]: this stack, of gate and up, silu, `down`, and the
+        weighted sum in one call. tokens int64 [E] rises by the rows of each expert."""
+        own, other = (self._weights, self._scale, self._bias), (down._weights, down._scale, down._bias)
+        return _grouped_mlp(x, chosen, weights, tokens, *own, *other, *cast(tuple[int, bool], self._strips))  # type: ignore[no-any-return]
 
     @property
     def weight(self) -> Tensor | None:
-        """All weights as one matrix [E * N, K]. None once a layer was replaced: packing would put the old one back."""
+        """All weights as one matrix [E * N, K]. None once a layer was replaced, because packing would restore the old
+        one."""
         return self._whole if self.is_current(range(len(self._parts))) else None
 
     @property
@@ -106,7 +137,7 @@ class Stacked:
         return q, self._input_scale_inv
 
     def _watch(self, x: Tensor, amax: Tensor, offsets: Tensor) -> None:
-        """Count as `count_saturated` does, for each expert."""
+        """Count as `quantize_watched` does, for each expert."""
         scale = cast(Tensor, self._input_scale)
         torch.fmax(self._amax, amax, out=self._amax)
         limit = CUT_OFF[E4M3]
@@ -124,6 +155,7 @@ class Stacked:
             bias = None if self._bias is None else self._bias[expert]
             part.lie_at(self._weights[expert], self._scale[expert], bias)
             part.read_inputs_at(self._amax[expert], self._saturated[expert], *self._input_scales(expert))
+        self._places = [(part.tensors, [tensor.data_ptr() for tensor in part.tensors]) for part in self._parts]
 
     def _input_scales(self, expert: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
         if self._input_scale is None or self._input_scale_inv is None:

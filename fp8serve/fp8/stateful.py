@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.fp8.scaling import FIELDS, Direction, Place, ScalingState
+from fp8serve.fp8.selfcheck import prepare_device
 from fp8serve.fp8.session import MODULES, Session, common
 
 
@@ -33,13 +34,13 @@ class Stateful(nn.Module):
         self.place = self.session.enroll(self)
         self.scaling = {}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:  # a copy is a module of its own: own place, own states
+    def __setstate__(self, state: dict[str, Any]) -> None:  # a copy has its own place and its own states
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.key = MODULES.add(self)
         self.place = self.session.copied(self)
 
     def state_device(self) -> torch.device:
-        """Where the states have to be."""
+        """The device on which the states have to be."""
         raise NotImplementedError
 
     def state_names(self) -> tuple[str, ...]:
@@ -60,8 +61,11 @@ class Stateful(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        device = self.state_device()
+        if device.type == "cuda":  # a module may come to a GPU after `convert` has looked where it lies
+            prepare_device(device)
         for state in self.scaling.values():  # follow the module to its device, but stay FP32
-            state.move(self.state_device())
+            state.move(device)
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -92,16 +96,16 @@ def scaling_state(module: nn.Module) -> dict[str, ScalingState]:
 
 
 def state_key(name: str) -> tuple[str, str] | None:
-    """("P.input", "scale") of the state dict's key "P.input.scale"; None for a key that is of no state."""
+    """("P.input", "scale") for the state dict's key "P.input.scale"; None for a key that belongs to no state."""
     tensor, _, field = name.rpartition(".")
     is_state = field in FIELDS and tensor.rpartition(".")[2] in ("input", "weight", "grad_output")
     return (tensor, field) if is_state else None
 
 
 def restored(found: Mapping[str, Tensor | None], name: str, device: torch.device) -> ScalingState:
-    """A state from a state dict, in FP32 whatever it was stored in; counters that are not there start at 0.
+    """A state from a state dict, in FP32 whatever its stored dtype; missing counters start at 0.
 
-    ScalesError: a part is missing, or is none that training could go on with.
+    ScalesError: a part is missing, or training could not continue with it.
     """
     scale, history = found.get("scale"), found.get("amax_history")
     if scale is None or history is None:

@@ -3,20 +3,27 @@
 Over a process group, the staged amaxes of *all* living modules of the session are reduced with one MAX: a rank where
 some module did not run still takes part with zeros, so nothing hangs and all ranks hold equal scales. Because of a rank
 without a backward pass the others' gradients wait for the end of the next context (distributed.py).
+
+What ends inside `one_update` is no step of its own: its amaxes wait, and all are updated together. So the microbatches
+of a step compute with the same scales, wherever and in which order they run.
 """
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakValueDictionary
+
+import torch
 
 from fp8serve.fp8.attendance import header
 from fp8serve.fp8.distributed import reduce_staged
 from fp8serve.fp8.loops import LoopWatch
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.fp8.scaling import Direction, Entry, Scaled, fp8_max, update
-from fp8serve.fp8.session import Rule
+from fp8serve.fp8.session import Rule, Session
 from fp8serve.fp8.torch_private import backward_pass, when_backward_ends
 
 
@@ -26,7 +33,7 @@ class Step:
 
     direction: Direction
     ran: dict[Rule, dict[int, Scaled]] = field(default_factory=dict)
-    expecting: set[Rule] = field(default_factory=set)  # under which something ran that has a backward pass
+    expecting: set[Rule] = field(default_factory=set)  # rules under which something with a backward pass ran
     watch: LoopWatch = field(default_factory=LoopWatch)
 
     def open(self, rule: Rule) -> None:
@@ -40,6 +47,8 @@ class Step:
 
     def finish(self) -> None:
         """Update every state that was staged; one op (and one collective) per rule, normally one in all."""
+        for rule in [rule for rule in self.ran if rule.session.held is not None]:
+            rule.session.held.add(self.direction, self.ran.pop(rule))
         deferred = {rule: rule.attendance.deferred() for rule in self.ran if rule.shared}  # all before any collective
         for rule, modules in self.ran.items():
             if rule in deferred:
@@ -59,6 +68,48 @@ class Step:
         _discard(self.direction, self.ran)
 
 
+class Held:
+    """What contexts and backward passes have staged that do not update by themselves."""
+
+    def __init__(self) -> None:
+        self.ran: dict[Direction, dict[int, Scaled]] = {"forward": {}, "backward": {}}
+
+    def add(self, direction: Direction, modules: dict[int, Scaled]) -> None:
+        """Take over what one step has staged."""
+        self.ran[direction] |= modules
+
+    def finish(self, rule: Rule) -> None:
+        """Update it all, once; over a group all ranks must come here, whatever ran on them."""
+        if rule.shared:
+            rule.attendance.deferred()
+        for direction, modules in self.ran.items():
+            if rule.shared:
+                _update_together(direction, rule, expecting=True)
+            else:
+                _update(modules.values(), direction, rule.recipe)
+
+
+@contextmanager
+def one_update(session: Session, recipe: DelayedScaling, group: Any = None) -> Iterator[None]:
+    """The contexts of a session and the backward passes that lie inside are one step, by one recipe.
+
+    Their amaxes are reduced over `group` and the scales updated at the end, once, from the largest amax of all. After
+    an exception nothing is updated.
+    """
+    _, rule = session.rule(recipe, group)
+    held = session.held = Held()
+    try:
+        yield
+    except BaseException:
+        for direction, modules in held.ran.items():
+            _discard(direction, {rule: modules})
+        raise
+    finally:
+        session.held = None
+    with torch.no_grad():
+        held.finish(rule)
+
+
 def _discard(direction: Direction, ran: dict[Rule, dict[int, Scaled]]) -> None:
     for modules in ran.values():
         for module in modules.values():
@@ -67,7 +118,7 @@ def _discard(direction: Direction, ran: dict[Rule, dict[int, Scaled]]) -> None:
 
 
 def _update_together(direction: Direction, rule: Rule, expecting: bool) -> None:
-    """Reduce over the group what the session's modules staged in one direction, and update them, here as everywhere."""
+    """Reduce the amaxes that the session's modules staged in one direction over the group, and update the modules."""
     session = rule.session
     said = header(direction, expecting, session.reach)
     chosen = reduce_staged(session.living(), direction, rule.recipe, rule.group, said, rule.attendance)
@@ -92,7 +143,7 @@ def backward_step() -> Step:
         if step is None:
             step = _BACKWARD[task] = Step("backward")
             # The engine keeps the bound method, and with it the step, until this backward pass ends or fails: a step
-            # that goes without having finished has failed.
+            # that is freed before it has finished has failed.
             weakref.finalize(step, _discard, "backward", step.ran).atexit = False
             when_backward_ends(step.finish)
     return step

@@ -1,10 +1,10 @@
-"""What became of the values that a cast to FP8 could not hold: the one place that tells the three losses apart.
+"""Counts of the values that a cast to FP8 could not represent; only this module tells the three kinds apart.
 
     cut off              beyond the format's range: |x * scale| above CUT_OFF, the maximum and FP32's own roundings
     rounded to the top   within it, and the largest FP8 value is the nearest
     underflowed          not zero, and zero in FP8
 
-The FP8 value alone does not say: the largest may be either of the first two, and zero may have been zero
+The FP8 value alone does not tell: the largest may be either of the first two, and a zero may have been zero before
 (docs/numerics.md).
 """
 

@@ -1,23 +1,23 @@
-"""Linear layers whose weight is cut over the ranks of a tensor-parallel group.
+"""Linear layers whose weight is divided over the ranks of a tensor-parallel group.
 
     column    W [N / ranks, K]    x whole                 -> y [T, N / ranks]
     row       W [N, K / ranks]    x [T, K / ranks]        -> y whole, summed over the ranks; bias added once, after it
 
-A column layer followed by a row layer communicates twice a direction, whatever lies between them elementwise. With
-sequence parallelism what is whole above is cut along the tokens instead: the column layer gathers its input, the row
-layer scatters its output, and norms and residuals work on a part of the tokens.
+A column layer followed by a row layer communicates twice per direction, whatever elementwise ops are between them. With
+sequence parallelism the whole tensors above are divided along the tokens instead: the column layer gathers its input,
+the row layer scatters its output, and norms and residuals work on a part of the tokens.
 
 Those gathers carry FP8 data where the recipe has one scale for a tensor (delayed, current): one byte an element, for x
 in a column layer and for dY in a row layer. A column layer keeps only its own tokens' data and gathers them again in
-the backward pass, while dgrad runs. Row-wise and block scales hold along one direction only, so both directions would
-have to be gathered: there, and where a GEMM stays in high precision, the gather carries high precision, once.
+the backward pass, while dgrad runs. Row-wise and block scales are valid along one direction only, so both directions
+would have to be gathered. With them, and where a GEMM stays in high precision, a single gather carries high precision.
 
 The scales are those of the whole tensor. Delayed: the amax reduction group of the `autocast` spans the ranks, as the
 default group does. Current: each cast takes a MAX of one number over the group. Row-wise and block scales are each
 rank's own.
 
 Sums over the ranks are made in the activations' dtype. Weights are plain parameters of the local shape. We did not
-build on DTensor: FP8 data, and the scale that they need, are not a tensor that DTensor could redistribute.
+build on DTensor, because it cannot redistribute FP8 data together with their scale.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -51,14 +51,14 @@ NAN_CODE = 0x7F  # in both formats
 
 
 class ParallelLinear(Linear):
-    """What both kinds share; made by `parallelize`."""
+    """The common part of both kinds; made by `parallelize`."""
 
     group: Any
     sequence_parallel: bool
-    cut: int  # the dimension of the weight that the ranks share out
+    cut: int  # the dimension of the weight that is divided over the ranks
 
     def take_part(self, group: Any, sequence_parallel: bool) -> None:
-        """Become one rank's part of a layer that was whole. Raises ValueError when it cannot be cut evenly."""
+        """Become one rank's part of a whole layer. Raises ValueError if it cannot be divided evenly."""
         self.group, self.sequence_parallel = group, sequence_parallel
         self.weight = _part(cast(nn.Parameter, self.weight), self.cut, group)
         self.out_features, self.in_features = self.weight.shape
@@ -78,7 +78,8 @@ class ParallelLinear(Linear):
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """y [T, N / ranks] = x W^T, the rows of W cut over the ranks; x [T, K], or [T / ranks, K] (sequence parallel)."""
+    """y [T, N / ranks] = x W^T, the rows of W divided over the ranks; x [T, K], or [T / ranks, K] (sequence
+    parallel)."""
 
     cut = 0
 
@@ -106,7 +107,7 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 class RowParallelLinear(ParallelLinear):
-    """y [T, N] = x W^T with the columns of W and x cut over the ranks; y [T / ranks, N] with sequence parallelism."""
+    """y [T, N] = x W^T, the columns of W and x divided over the ranks; y [T / ranks, N] with sequence parallelism."""
 
     cut = 1
 
@@ -191,7 +192,8 @@ class _ScatteredMatmul(torch.autograd.Function):
 
 
 def _mark(data: Quantized) -> None:
-    """Data whose scale_inv is NaN say so themselves, once a row: the other ranks get them without it."""
+    """Puts a NaN into each row of data whose scale_inv is NaN, because the other ranks get the data without the
+    scale."""
     data.q.view(torch.uint8)[:, :1].masked_fill_(data.scale_inv.isnan(), NAN_CODE)
 
 
@@ -214,9 +216,9 @@ def parallelize(
 
     layout: pattern -> "column" or "row", such as {"*.up_proj": "column", "*.down_proj": "row"}. All ranks must hold the
     same whole weights. With `sequence_parallel` the activations between a row layer and the next column layer are
-    [T / ranks, ...], tokens first; the gradients of the parameters that work on them (norms) are then each rank's
-    part, and `sum_gradients` sums them. Raises ValueError for a pattern that matches nothing and for a layer that
-    cannot be cut evenly.
+    [T / ranks, ...], tokens first; the gradients of the parameters that work on them (norms) are then partial on each
+    rank, and `sum_gradients` sums them. Raises ValueError for a pattern that matches nothing and for a layer that
+    cannot be divided evenly.
     """
     for pattern, kind in layout.items():
         chosen = [m for name, m in module.named_modules() if type(m) is Linear and fnmatch(name, pattern)]
@@ -231,7 +233,7 @@ def parallelize(
 def sum_gradients(parameters: Iterable[nn.Parameter], group: Any) -> None:
     """Sum, in one collective, the gradients of parameters that every rank holds but used on its own tokens only.
 
-    Of parameters that FSDP2 has sharded over other ranks, this rank's shards.
+    For parameters that FSDP2 has sharded over other ranks, it sums this rank's shards.
     """
     grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
     if grads:

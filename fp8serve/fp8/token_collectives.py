@@ -21,7 +21,7 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def start_gather(x: Tensor, group: Any) -> Callable[[], Tensor]:
-    """Begin to gather [T / ranks, ...] -> [T, ...], of any dtype; what is returned waits for the result."""
+    """Begin to gather [T / ranks, ...] -> [T, ...], of any dtype; the returned function waits for the result."""
     x = x.contiguous()
     wire = x.view(torch.uint8) if x.dtype.is_floating_point and x.itemsize == 1 else x
     out = wire.new_empty((wire.shape[0] * dist.get_world_size(group), *wire.shape[1:]))
@@ -80,7 +80,7 @@ def _apply(*args: Any) -> Tensor:
 
 
 def copied(x: Tensor, group: Any) -> Tensor:
-    """A tensor that all ranks hold, about to be used differently on each."""
+    """A tensor that all ranks hold, for use that differs between ranks."""
     return _apply(x, group, _unchanged, all_sum)
 
 

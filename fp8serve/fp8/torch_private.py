@@ -1,7 +1,7 @@
-"""Every private name of PyTorch that this package uses, with what it is used for.
+"""Every private name of PyTorch that this package uses, and its purpose.
 
-Private names may be gone after an upgrade. NAMES lists them, tests/fp8/test_torch_private.py says which one is, and
-holds every other module to public names. Names that cost time to import are looked up where they are used.
+Private names may disappear in an upgrade. NAMES lists them; tests/fp8/test_torch_private.py reports missing ones and
+allows no private name in other modules. Names that cost time to import are looked up where they are used.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,9 +40,8 @@ def constant_in_graphs(function: Function) -> Function:
     """Run `function` while torch.compile traces, not in the graph: its result does not change afterwards.
 
     `torch.compiler.assume_constant_result` imports TorchDynamo, and with it Inductor, SymPy and more, merely to set
-    this attribute: that was half of what a server's process did before it looked at its model.
-    tests/fp8/test_compile.py and tests/test_startup.py hold both ends: graphs still honour the mark, and nothing
-    imports the compiler for it.
+    this attribute: that took half of a server's startup before it looked at its model. tests/fp8/test_compile.py checks
+    that graphs still honour the mark, and tests/test_startup.py that nothing imports the compiler for it.
     """
     marked: Any = function
     marked._dynamo_marked_constant = True
@@ -82,7 +81,7 @@ def saved_tensor_hooks() -> list[Hooks]:
 
 
 def is_checkpoint_frame(value: object) -> bool:
-    """Whether this is what torch knows a checkpointed region by."""
+    """Whether this is torch's object for a checkpointed region."""
     from torch.utils.checkpoint import _CheckpointFrame
 
     return isinstance(value, _CheckpointFrame)

@@ -4,8 +4,7 @@
     adapter_model.safetensors   `base_model.model.{linear}.lora_A.weight` [r, K], `lora_B.weight` [N, r],
                                 `lora_magnitude_vector` [N] (DoRA)
 
-The projections of decoder layers can have one: those that FP8 may run, but for the experts of a mixture, which run
-stacked.
+The projections of decoder layers that FP8 may run can have one, except the experts of a mixture, which run stacked.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,9 +53,9 @@ def adaptable(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def chosen(linears: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    """Those of `linears` that a pattern fits, by the full name or its last component; no pattern: all.
+    """The `linears` that a pattern matches, by the full name or its last component; no pattern: all.
 
-    ModelError: a pattern that fits none.
+    ModelError: a pattern that matches none.
     """
     for pattern in patterns:
         if not any(_fits(name, pattern) for name in linears):
@@ -132,8 +131,8 @@ def write_adapter(
     *,
     dropout: float = 0.0,
 ) -> None:
-    """Write the two files into `folder`. weights: `{linear}.lora_A` and so on, FP32; A and B are rounded to BF16, in
-    which they were trained to be multiplied. linears: all of the model that can have an adapter, in its order."""
+    """Write the two files into `folder`. weights: `{linear}.lora_A` and so on, FP32; A and B are rounded to BF16, as
+    training rounds them for its products. linears: all linears of the model that can have an adapter, in its order."""
     places = [(name.rpartition(".")[0], name.rpartition(".")[2]) for name in weights]
     adapted = [name for name in linears if name in {linear for linear, _ in places}]
     write_json(folder / CONFIG, written_config(base, peft, adapted, linears, dropout))

@@ -1,8 +1,8 @@
 """Whether the scales in `scales.safetensors` are those of the FP8 tensors beside it.
 
-A directory of ours says everything twice: other projects read `weight_scale`, `input_scale` and `k_scale` in the files
-of weights, we read the sidecar. Where the two differ one reader serves garbage, so the directory is refused: nobody can
-say which of the two is meant. Another project's file may round a scale to BF16.
+A directory of ours holds every scale twice: other projects read `weight_scale`, `input_scale` and `k_scale` in the
+weight files, we read the sidecar. Where the two differ, one reader would serve garbage. The directory is then refused,
+because it is not known which of the two is right. Another project's file may round a scale to BF16.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ TOLERANCE = 0.01
 
 
 def check_agreement(checkpoint: Checkpoint, state: ScalingCheckpoint, where: str) -> None:
-    """ScalesError naming the first tensor of which `state`, read from `where`, and the directory's files differ."""
+    """ScalesError naming the first tensor in which `state`, read from `where`, and the directory's files differ."""
     for key, problem in contradictions(checkpoint, state):
         raise ScalesError(f"{where}: {key} {problem}; write the directory again.")
 
@@ -29,7 +29,7 @@ def contradictions(checkpoint: Checkpoint, state: ScalingCheckpoint) -> Iterator
         name = checkpoint.scale_key(owner, role)  # type: ignore[arg-type]
         if name is None or checkpoint.shards[name].numel() != 1:
             continue
-        stored = float(checkpoint.shards[name])  # dequantizes; a number that is no scale is refused where it is used
+        stored = float(checkpoint.shards[name])  # dequantizes; an invalid scale is refused where it is used
         ratio = float(entry.scale) * stored
         if 0 < stored < float("inf") and not abs(ratio - 1) <= TOLERANCE:
             yield key, f"has a scale that is {ratio:.4g} times the one that {name} means"

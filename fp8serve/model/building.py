@@ -22,10 +22,10 @@ def build_on_meta(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> M
 
 
 def skeleton(config: AnyConfig) -> AnyModel:
-    """As `build_on_meta`, of an encoder, too."""
+    """As `build_on_meta`, for encoders, too."""
     return encoder_class(config)(config, device="meta") if isinstance(config, EncoderConfig) else build_on_meta(config)
 
 
 def transposed_linears(model: Model | Encoder) -> frozenset[str]:
-    """Those whose weights lie transposed in files."""
+    """The linears whose weights are transposed in files."""
     return model.transposed if isinstance(model, TransformersModel) else frozenset()

@@ -1,10 +1,10 @@
 """A directory becomes a module, trainable or servable, from BF16/FP16/FP32 or any FP8 spelling of `interop`.
 
-Loading walks the parameters of a model built on "meta" and puts one tensor after another in place, so at no time are
-there two copies of the weights. On the CPU, FP8 weights and weights already of the wanted type stay views of the mapped
-file: serving starts before the file is read, and the page cache is shared between processes.
+Loading walks the parameters of a model built on "meta" and puts one tensor after another in place, so there are never
+two copies of the weights. On the CPU, FP8 weights and weights already of the wanted type stay views of the mapped file:
+serving starts before the file is read, and the page cache is shared between processes.
 
-The names that other rooms use are all importable from here: `stored` opens a directory, `scales` is the file of scaling
+Other packages import all names that they use from here: `stored` opens a directory, `scales` is the file of scaling
 states, `export` writes.
 """
 
@@ -41,6 +41,7 @@ from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.network.experts import reset_token_counts
 from fp8serve.model.network.modern_encoder import encoder_class
 from fp8serve.model.storage.files import present
+from fp8serve.model.storage.mapped import release_pages
 from fp8serve.model.stored import Checkpoint, StoredLinear, open_checkpoint
 from fp8serve.model.transformers_backend.check import check_against_class
 from fp8serve.model.transformers_backend.network import TransformersModel
@@ -88,10 +89,10 @@ def load_servable(
 ) -> Model:
     """The model to serve: a FrozenLinear for every FP8 linear, everything else in `dtype`; `head`: see head.py.
 
-    recipe "stored": the FP8 weights and input scales that lie in the directory, or, for a high-precision directory, its
-    weights with the scales of `scales` (or of a scales.safetensors beside them). "bf16" or None: all dequantized. A
-    `Recipe`: weights quantized by it now; `DelayedScaling` needs scales from one of the places named.
-    ModelError, ScalesError: the directory or the scales cannot be used, or none are there and some are needed.
+    recipe "stored": the FP8 weights and input scales in the directory or, for a high-precision directory, its weights
+    with the scales of `scales` (or of a scales.safetensors beside them). "bf16" or None: all dequantized. A `Recipe`:
+    weights quantized by it now; `DelayedScaling` needs scales from one of the places named. ModelError, ScalesError:
+    the directory or the scales cannot be used, or needed scales are missing.
     """
     checkpoint = open_checkpoint(model_dir)
     model = build_on_meta(checkpoint.config, dtype)
@@ -118,7 +119,7 @@ def load_encoder(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.bfloat16,
 ) -> Encoder:
-    """As `load_servable`, of an encoder. ModelError: the directory holds none, too."""
+    """As `load_servable`, for an encoder. ModelError also if the directory holds none."""
     checkpoint = open_checkpoint(model_dir)
     if not isinstance(checkpoint.any_config, EncoderConfig):
         raise ModelError(f"{model_dir} holds {checkpoint.any_config.architecture}, which is not an encoder.")
@@ -174,8 +175,8 @@ def _frozen_by(
 
 
 def _find_scales(checkpoint: Checkpoint, given: Path | None) -> ScalingCheckpoint | None:
-    """The scaling state of `given`, else of the file in the directory, whose scales are those of the weights' own
-    `input_scale` before it was inverted for other projects; None where there is none or it holds only a KV cache's."""
+    """The scaling state of `given`, else of the file in the directory, whose scales are the exact inverses of the
+    stored `input_scale`; None where there is no file or it holds only a KV cache's scales."""
     path = given or checkpoint.path / FILE_NAME
     if given is None and not present(path):
         return None
@@ -191,7 +192,7 @@ def _find_scales(checkpoint: Checkpoint, given: Path | None) -> ScalingCheckpoin
 
 @dataclass(frozen=True)
 class _Freezer:
-    """Makes each linear's frozen form; None leaves the linear in high precision."""
+    """Freezes each linear; None leaves it in high precision."""
 
     checkpoint: Checkpoint
     source: ScalingCheckpoint | Literal["bf16", "stored", "recipe"]
@@ -205,7 +206,10 @@ class _Freezer:
         if isinstance(self.source, ScalingCheckpoint):
             return self._from_scales(linear, self.source)
         if self.recipe is not None and self.source == "recipe":
-            return FrozenLinear.from_linear(self._linear(linear), self.recipe, out_dtype=self.dtype)
+            module = self._linear(linear)
+            frozen = FrozenLinear.from_linear(module, self.recipe, out_dtype=self.dtype)
+            release_pages(module.weight)
+            return frozen
         return self._from_stored(linear)
 
     def _from_stored(self, linear: str) -> FrozenLinear | None:
@@ -220,8 +224,8 @@ class _Freezer:
         return self._frozen(linear, stored)
 
     def _from_scales(self, linear: str, state: ScalingCheckpoint) -> FrozenLinear | None:
-        """Stored FP8 weights are taken as they are where their scales are such as the state's recipe makes; other
-        weights are quantized by the state's scale, or by their content where the recipe does so."""
+        """Stored FP8 weights are used as they are if their scales have the layout of the state's recipe. Other weights
+        are quantized by the state's scale, or by their content where the recipe does so."""
         input_scale = state.input_scale(linear)
         if input_scale is None:
             return None
@@ -233,6 +237,7 @@ class _Freezer:
             weight_q, weight_scale_inv = cast_by_content(weight, spec)
         else:
             weight_q, weight_scale_inv = ops.quantize(weight, scale=state.weight_scale(linear))
+        release_pages(weight)
         return self._frozen(linear, StoredLinear(weight_q, weight_scale_inv, input_scale, interop.STATIC))
 
     def _frozen(self, linear: str, stored: StoredLinear) -> FrozenLinear:
@@ -247,7 +252,7 @@ class _Freezer:
         )
 
     def _linear(self, linear: str) -> nn.Linear:
-        """The layer in high precision; the weight as precise as it is stored, for it is quantized next."""
+        """The layer in high precision, with the weight in its stored precision, because it is quantized next."""
         weight, bias = f"{linear}.weight", f"{linear}.bias"
         rows, cols = self.checkpoint.shapes[weight]
         module = nn.Linear(cols, rows, bias=bias in self.checkpoint, device="meta")
@@ -261,7 +266,7 @@ class _Freezer:
 
 
 def _weight_spec(state: ScalingCheckpoint) -> QuantSpec:
-    """How weights are quantized that go with the state's input scales."""
+    """How the weights for the state's input scales are quantized."""
     return (delayed(state.recipe) or DelayedScaling()).specs.linear["weight"]
 
 
@@ -273,7 +278,7 @@ def kv_scales(model_dir: Path | str, scales: Path | str | None = None) -> dict[i
     """Per layer the (k, v) multipliers, FP32 [], that quantize an FP8 KV cache; empty when the model stores none.
 
     From `scales` if given, else scales.safetensors in the directory, else the checkpoint's own keys in any spelling.
-    ScalesError, ModelError: a scale is unusable, or a layer has one of the two only.
+    ScalesError, ModelError: a scale is unusable, or a layer has only one of the two.
     """
     path = Path(scales) if scales is not None else Path(model_dir) / FILE_NAME
     state = load_scales(path, model_dir) if scales is not None or present(path) else None

@@ -1,14 +1,14 @@
-"""A model of `transformers` that was converted and trained in a user's own loop becomes a directory that is served.
+"""Writes a `transformers` model that was converted and trained in a user's own loop as a directory that can be served.
 
     model = convert(AutoModelForCausalLM.from_pretrained("base"))
     ...                                                        # train under autocast(recipe=recipe)
     export(model, "out", recipe=recipe)                        # fp8serve serve out
 
-The scales are those of the model's delayed states: what its next step would have quantized by. Its parameters have the
-names that the decoder reads, because both follow `transformers`; whatever does not fit is refused by name. Nothing of
+The scales are those of the model's delayed states, with which its next step would have quantized. Its parameters have
+the names that the decoder reads, because both follow `transformers`; any other parameter is refused by name. Nothing of
 `transformers` is imported here: a model is anything with `config.to_json_string()` and such parameters.
 
-`save_pretrained` is no substitute: what it writes is for going on with training (restoring.py).
+`save_pretrained` is no substitute: its output is for resuming training (restoring.py).
 """
 
 import json
@@ -31,6 +31,7 @@ from fp8serve.fp8.scaling import ScalingState
 from fp8serve.model.building import build_on_meta
 from fp8serve.model.config.decoder import parse_config
 from fp8serve.model.config.families import FAMILIES
+from fp8serve.model.config.mixture import keeps_fp32
 from fp8serve.model.export import CARRIED, write_calibrated, write_hf_directory
 from fp8serve.model.formats.scales import ScalingCheckpoint, TensorScale
 from fp8serve.model.storage.files import check_absent, regular_file, write_json
@@ -48,12 +49,12 @@ def export(
 ) -> Path:
     """Write the servable FP8 directory `out` from a converted and trained `transformers` model, and return its path.
 
-    recipe: what the model was trained under. Delayed scaling brings the scales and histories that training kept; other
+    recipe: the recipe of the training. Delayed scaling brings the scales and histories that training kept; other
     recipes quantize the weights by their content; None, or a high-precision fprop, gives a high-precision directory.
     tokenizer: a tokenizer of `transformers` or the directory of one; None takes the directory that the model was loaded
     from. format: "compressed-tensors", "fp8" or "modelopt". Weights that are not quantized become BF16 (FP16 stays).
-    RecipeError: `recipe` is none. ModelError: an architecture that is not served, a linear layer that was not
-    converted, sharded weights, no tokenizer, or `out` is taken. ScalesError: a layer never ran by a delayed recipe.
+    RecipeError: `recipe` is not a recipe. ModelError: an architecture that is not served, a linear layer that was not
+    converted, sharded weights, no tokenizer, or `out` is taken. ScalesError: a layer never ran under a delayed recipe.
     """
     out = Path(out)
     check_absent(out)
@@ -87,7 +88,7 @@ def plain_name(name: str) -> str:
 
 
 def _config(model: nn.Module) -> dict[str, Any]:
-    """config.json of the model, checked to be one that is served."""
+    """config.json of the model, checked to be that of a served architecture."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         raise ModelError(
@@ -114,13 +115,14 @@ def _config(model: nn.Module) -> dict[str, Any]:
 
 
 def _architecture(kind: type) -> str:
-    """The name of the class, or of the first that it derives from and that is served: a user's own subclass is one."""
+    """The name of the class, or of its first base class that is served, which covers a user's own subclass."""
     served = {family.architecture for family in FAMILIES.values()}
     return next((c.__name__ for c in kind.__mro__ if c.__name__ in served), kind.__name__)
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
     weights = {plain_name(n): p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
+    weights |= {plain_name(n): b for n, b in model.named_buffers() if keeps_fp32(n)}  # constants that files hold
     if any(isinstance(w, DTensor) for w in weights.values()):
         raise ModelError(
             "The model is sharded over several processes; load its whole_state (fp8serve.fp8.fsdp) into a converted "
@@ -152,7 +154,7 @@ def _copy_tokenizer(folder: Path, source: Any) -> None:
 
 
 def _check_converted(model: nn.Module, config: Mapping[str, Any]) -> None:
-    """ModelError unless every projection that will be served in FP8 was trained in FP8; a word about any other."""
+    """ModelError unless every projection that will be served in FP8 was trained in FP8; warns about any other layer."""
     ours = {plain_name(name) for name, module in model.named_modules() if isinstance(module, Linear)}
     served = build_on_meta(parse_config(config)).linear_names()
     if missing := [name for name in served if name not in ours]:
@@ -183,7 +185,7 @@ def _scales(model: nn.Module, config: Mapping[str, Any], recipe: Recipe) -> Scal
 
 
 def _observed(state: ScalingState) -> bool:
-    """Whether the state has recorded a step, or was restored from a file that says so by its history."""
+    """Whether the state has recorded a step, or was restored from a file whose history shows it."""
     return bool(state.steps > 0) or bool(state.amax_history.any())
 
 
@@ -197,7 +199,7 @@ def _check_ran(served: set[str], states: Mapping[str, ScalingState]) -> None:
 
 
 def _kept(history: Tensor) -> Tensor | None:
-    """The history between two steps, with nothing staged; None for one that says nothing, as one of length 1 does."""
+    """The history between two steps, with nothing staged; None for one without information, such as one of length 1."""
     history = history.clone()
     history[0] = 0.0
     return history if bool(history.any()) else None

@@ -1,4 +1,4 @@
-"""A module becomes a directory: high precision, or FP8 in one of three projects' formats. Whole or not at all.
+"""Writes a module as a directory: high precision, or FP8 in one of three projects' formats; whole or not at all.
 
 Weights are streamed: sizes are known from shapes, so each shard's header is written first and tensors are then placed
 one by one at their offsets; at most one tensor exists in both precisions, and pages of the source's file are
@@ -6,8 +6,8 @@ released. Tensors whose size is a multiple of 64 bytes come first and the header
 matrix is aligned for kernels that read the mapped file.
 
 All scales are written in FP32 and in the direction that the formats share, dequantizing; where that does not restore
-the quantizing scale to the last bit, the file's metadata note it under the tensor's name. `scales.safetensors` beside
-them keeps ours: the quantizing scales, bit for bit, with their histories.
+the quantizing scale to the last bit, the file's metadata hold that scale under the tensor's name. `scales.safetensors`
+beside them holds the quantizing scales, bit for bit, with their histories.
 """
 
 import json
@@ -66,7 +66,7 @@ class _Item:
     shape: tuple[int, ...]
     make: Callable[[], Tensor]
     note: str | None = None  # for the file's metadata, under the tensor's name
-    from_file: bool = False  # nobody writes to it, so its pages can be read again
+    from_file: bool = False  # it is never written to, so its pages can be read again
 
     @property
     def size(self) -> int:
@@ -117,11 +117,11 @@ def write_calibrated(
 
     source: the directory that configuration, tokenizer and, without `weights`, the weights come from. weights: high
     precision, by parameter name, for instance `dict(model.named_parameters())` after training. quantized: by the name
-    of a linear its weight in FP8 and the dequantizing scale, where it is not to be rounded to nearest here. kept:
+    of a linear, its weight in FP8 and the dequantizing scale, for linears that are not rounded to nearest here. kept:
     linears that stay in high precision. scales: `scales.recipe` decides the granularity; `DelayedScaling` takes input
     and weight scales from it, the others need none. format: one of FORMATS. The fingerprints in the written scales are
-    those of `out` and, without `weights`, of `source`.
-    ModelError, ScalesError: `out` is taken; the format cannot express the recipe; a scale is missing or unusable.
+    those of `out` and, without `weights`, of `source`. ModelError, ScalesError: `out` is taken; the format cannot
+    express the recipe; a scale is missing or unusable.
     """
     source, out = Path(source), Path(out)
     check_absent(out)
@@ -193,7 +193,8 @@ class _Quantizer:
             yield self._scalar(f"{linear}.input_scale", self.scales.tensors[f"{linear}.input"].scale)
 
     def _quantize(self, linear: str) -> tuple[Tensor, Tensor]:
-        """(weight_q, its dequantizing scale): those given, or as serving and training would make them of the weight."""
+        """(weight_q, its dequantizing scale): those given, or those that serving and training would compute from the
+        weight."""
         if linear in self.given:
             return self.given[linear]
         weight = _weight(self.weights, f"{linear}.weight", self.shapes[f"{linear}.weight"])
@@ -248,7 +249,7 @@ def _plain(name: str, shape: tuple[int, ...], weights: Mapping[str, Tensor], dty
 
 
 def _turned(item: _Item) -> _Item:
-    """A matrix as the file has it whose layer keeps it transposed; vectors and scalars stay."""
+    """A matrix in the file's order for a layer that keeps it transposed; vectors and scalars stay."""
     if len(item.shape) < 2:
         return item
     return replace(item, shape=item.shape[::-1], make=lambda: item.make().t().contiguous(), from_file=False)
@@ -301,7 +302,7 @@ def _write_weights(folder: Path, items: list[_Item], max_shard_bytes: int) -> No
 
 
 def _divide(items: list[_Item], max_shard_bytes: int) -> list[list[_Item]]:
-    """Consecutive items up to the limit each; an item larger than the limit has a shard of its own."""
+    """Consecutive items in shards up to the limit; an item larger than the limit has its own shard."""
     shards: list[list[_Item]] = [[]]
     room = max_shard_bytes
     for item in items:

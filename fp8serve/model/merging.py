@@ -1,13 +1,14 @@
-"""An adapter becomes part of its base: a directory like any other, and what rounding took of the adapter.
+"""Merges an adapter into its base, writes an ordinary directory, and measures how much rounding lost of the adapter.
 
     W' = W + s B A                                 LoRA
     W' = m (W + s B A) / ||W + s B A||, by row     DoRA
 
-An FP8 weight keeps its scales, so that what the adapter left alone keeps its bits. Where W' leaves the range of one, of
-a tensor, a row or a block, that scale alone is doubled as often as it takes: numbers that stay are then halved in E4M3,
-which only the smallest of them feel. Two neighbours in E4M3 are 6 to 12 % apart, and an adapter's changes are often
-less than half of that: such elements stay where they were. `Loss` counts them, layer by layer, and says how far the
-change that is left is from the one that was trained. Input scales stay. A BF16 base loses to BF16's rounding only.
+An FP8 weight keeps its scales, so that elements which the adapter does not change keep their bits. Where W' leaves the
+range of the scale of a tensor, a row or a block, only that scale is doubled as often as needed. Its unchanged elements
+are then halved in E4M3, which affects only the smallest of them. Two neighbouring values of E4M3 are 6 to 12 % apart,
+and an adapter's changes are often less than half of that: such elements stay unchanged. `Loss` counts them, layer by
+layer, and measures how far the remaining change is from the trained one. Input scales stay. With a BF16 base only the
+rounding to BF16 is lost.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,14 +31,14 @@ from fp8serve.model.storage.files import check_absent
 from fp8serve.model.stored import Checkpoint, open_checkpoint
 
 E4M3 = torch.float8_e4m3fn
-ROUNDED_DOWN = 464.0  # half a step above E4M3's largest, 448: what is beyond is cut off and not rounded
-MOST_LOST = 0.5  # beyond, most of what was trained is not in the result
+ROUNDED_DOWN = 464.0  # half a step above E4M3's largest, 448: larger values are cut off and not rounded
+MOST_LOST = 0.5  # with a larger loss most of the training is not in the result
 
 
 @dataclass
 class Loss:
-    """changed: elements that the adapter changes; lost: those of them that rounding puts back. trained, missed: sums of
-    squares of the change that was trained, and of what the merged one differs from it. rescaled: scales that grew."""
+    """changed: elements that the adapter changes; lost: those of them that rounding restores. trained, missed: sums of
+    squares of the trained change, and of the merged change's difference from it. rescaled: scales that grew."""
 
     changed: int = 0
     lost: int = 0
@@ -51,7 +52,7 @@ class Loss:
 
     @property
     def error(self) -> float:
-        """Relative error of the merged change; 1: as far off as no change at all."""
+        """Relative error of the merged change; 1: as large as without any change."""
         return (self.missed / self.trained) ** 0.5 if self.trained else 0.0
 
     def __add__(self, other: "Loss") -> "Loss":
@@ -60,7 +61,7 @@ class Loss:
 
     @classmethod
     def of(cls, before: Tensor, wanted: Tensor, after: Tensor, rescaled: int = 0) -> "Loss":
-        """Of one weight in FP32, before the merge, as trained, and as it is rounded."""
+        """The loss of one weight, from FP32 before the merge, as trained, and as rounded."""
         change = wanted - before
         changed, lost = int(change.count_nonzero()), int(((change != 0) & (after == before)).sum())
         trained, missed = float(change.double().square().sum()), float((after - wanted).double().square().sum())
@@ -69,7 +70,7 @@ class Loss:
 
 @dataclass
 class Losses:
-    """Of every linear that has an adapter, by name."""
+    """The loss of every linear that has an adapter, by name."""
 
     layers: dict[str, Loss] = field(default_factory=dict)
 
@@ -143,13 +144,13 @@ def _rounded(q: Tensor, scale_inv: Tensor, adapter: LowRank) -> tuple[tuple[Tens
 
 
 def _grown(scale_inv: Tensor, wanted: Tensor) -> Tensor:
-    """scale_inv, each doubled until what it is for in `wanted` [N, K] is in the range of E4M3."""
+    """scale_inv, each doubled until its part of `wanted` [N, K] is in the range of E4M3."""
     largest = _largest(wanted, scale_inv)
     return scale_inv * torch.exp2((largest / scale_inv / ROUNDED_DOWN).log2().ceil().clamp_min(0))
 
 
 def _largest(weight: Tensor, scale_inv: Tensor) -> Tensor:
-    """The largest magnitude of the part that each scale is for: of a tensor, a row, or a block."""
+    """The largest magnitude of each scale's part: a tensor, a row, or a block."""
     rows, cols = weight.shape
     size = weight.abs()
     if scale_inv.numel() == 1:
@@ -162,7 +163,7 @@ def _largest(weight: Tensor, scale_inv: Tensor) -> Tensor:
 
 
 def _with_scale(state: ScalingCheckpoint, key: str, scale_inv: Tensor) -> ScalingCheckpoint:
-    """The state with a new scale of a weight, where it holds any of weights."""
+    """The state with a weight's new scale, if it holds scales of weights."""
     if key not in state.tensors:
         return state
     new = replace(state.tensors[key], scale=scale_inv.reciprocal())

@@ -1,8 +1,9 @@
-"""Where the log-probabilities that a server returns are those that training computes, to the last bit, and where not.
+"""Where a server's log-probabilities equal those of training, to the last bit, and where they do not.
 
 On a CPU with our kernels both run the same products (fp8/own_product.py), the same attention (fp8/served_attention.py)
-and the same norms, rotations and casts, none of which lets a token's bits depend on its batch. What is left are recipes
-and models whose own arithmetic does: they are named here, for `/info`, for a run's events and for `log_probs`.
+and the same norms, rotations and casts, none of which lets a token's bits depend on its batch. The exceptions are
+recipes and models whose own arithmetic depends on the batch: they are named here, for `/info`, for a run's events and
+for `log_probs`.
 """
 
 from collections.abc import Iterator
@@ -26,7 +27,8 @@ LONG_ROPE = (
 
 
 def differences(recipe: Recipe | None, config: ModelConfig, device: str, longest: int | None = None) -> Iterator[str]:
-    """Why a server's log-probabilities are not those of training under `recipe`, a sentence each; none: they are.
+    """The reasons why a server's log-probabilities differ from those of training under `recipe`, as sentences; empty:
+    they do not.
 
     longest: the server's max_model_len; None: the model's longest sequence.
     """

@@ -1,12 +1,12 @@
 """Which other projects read a directory differently from us, or not at all, as sentences for its owner.
 
-docs/formats.md says which reader loads which format, and tests/model/test_readers.py holds it to those readers' code.
-Here is what a directory's owner must hear without reading that page. Three cases:
+docs/formats.md says which reader loads which format, and tests/model/test_readers.py checks it with those readers'
+code. This module tells a directory's owner the essentials of that page. There are three cases:
 
 * `quant_method: fp8` with one scale per tensor has two spellings, vLLM's (`weight_scale`, `input_scale`) and that of
-  transformers (`weight_scale_inv`, `activation_scale`). No file can hold both: vLLM ends on a tensor that it does not
-  know. We write vLLM's, because compressed-tensors says the same thing and everybody reads it.
-* transformers has no reader for ModelOpt; it warns and takes the FP8 numbers for the weights.
+  transformers (`weight_scale_inv`, `activation_scale`). No file can hold both: vLLM fails on a tensor that it does not
+  know. We write vLLM's, because all readers read compressed-tensors, which expresses the same.
+* transformers has no reader for ModelOpt; it warns and takes the FP8 values for the weights.
 * A side that 128 does not divide leaves smaller blocks at the edge. transformers divides the side by the number of
   blocks instead: 448 becomes four blocks of 112, silently, and 576 is an error. vLLM fuses q, k, v and gate, up, and
   refuses where a block would span two of them. Padding would change the shapes that config.json promises.

@@ -21,9 +21,9 @@ def load_reader(model_dir: Path | str, *how: Any, **options: Any) -> AnyModel:
 
 
 def hidden_states(model: AnyModel, ids: Tensor, lengths: Sequence[int], segments: Tensor | None = None) -> Tensor:
-    """ids and segments integer [T] of texts of these lengths -> [T, hidden]; of a decoder after its final norm.
+    """ids and segments integer [T] of texts of these lengths -> [T, hidden]; for a decoder after its final norm.
 
-    Every text attends for itself: what it gets does not depend on the others, if that is true of the linears.
+    Every text attends only to itself: its vectors do not depend on other texts, if the linears' rows do not.
     """
     if isinstance(model, Encoder):
         return model(ids, lengths, segments)  # type: ignore[no-any-return]

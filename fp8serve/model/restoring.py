@@ -1,11 +1,11 @@
-"""The delayed states that lie in a directory go back into a model that is to be trained further.
+"""Restores the delayed states of a directory into a model, to continue its training.
 
     model = convert(AutoModelForCausalLM.from_pretrained(path))
     restore_scaling(model, path)
 
 `save_pretrained` of a converted model writes its states among the weights, by the names of a scaling checkpoint.
-`from_pretrained` passes over them, naming them as unexpected, because the layers are converted only afterwards; our own
-readers pass over them, too (stored.py). Other servers stop at names that they do not know: `export` writes for them.
+`from_pretrained` skips them and names them as unexpected, because the layers are converted only afterwards; our own
+readers skip them, too (stored.py). Other servers fail on unknown names: `export` writes for them.
 """
 
 from pathlib import Path
@@ -25,9 +25,9 @@ Found = dict[str, Tensor]  # the fields of one state
 def restore_scaling(model: nn.Module, path: Path | str) -> int:
     """Give the layers of a converted `model` the delayed states that a directory holds; returns how many states.
 
-    path: what `save_pretrained` wrote of a converted model, or a directory with scales.safetensors (calibrated,
-    exported or fine-tuned), from whose scales and histories training then goes on. Raises ScalesError when it holds
-    none of this model's, or one that cannot be used.
+    path: a converted model as `save_pretrained` wrote it, or a directory with scales.safetensors (calibrated, exported
+    or fine-tuned). Training continues from its scales and histories. Raises ScalesError when it holds no state of this
+    model, or one that cannot be used.
     """
     path = Path(path)
     modules = {plain_name(name): m for name, m in unwrapped(model).named_modules() if isinstance(m, Stateful)}
@@ -62,7 +62,7 @@ def _among_weights(path: Path) -> dict[str, Found]:
 
 
 def _check(path: Path, key: str, state: Found) -> None:
-    """ScalesError for a state that was never `state_dict`'s, or that `load_scales` would refuse."""
+    """ScalesError for a state that `state_dict` cannot have written, or that `load_scales` would refuse."""
     sizes = {"scale": 0, "amax_history": 1, "nonfinite": 0, "steps": 0}
     if set(state) != set(sizes) or any(state[field].dim() != dim for field, dim in sizes.items()):
         raise ScalesError(f"{path}: the scaling state of {key} is not whole.")

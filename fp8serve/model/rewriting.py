@@ -1,8 +1,8 @@
-"""An FP8 directory becomes one in another project's format, with the same FP8 numbers: nothing is rounded anew.
+"""Writes an FP8 directory in another project's format, with the same FP8 values: nothing is rounded again.
 
-The source's scales choose the recipe whose layout they have. One scale for a tensor is one for each of its rows, too,
-so where a format has scales per row only, it is repeated. Everything else that a format cannot say is refused, because
-the weights would have to be rounded again: calibrating the model in high precision does that better.
+The layout of the source's scales determines the recipe. Where a format has only scales per row, the one scale of a
+tensor is repeated for each row. Everything else that a format cannot express is refused, because the weights would have
+to be rounded again; calibrating the model in high precision gives better results.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ from fp8serve.model.storage.files import present, read_json
 from fp8serve.model.stored import Checkpoint, StoredLinear, open_checkpoint
 
 _CURRENT = Float8CurrentScaling()
-# How inputs are quantized -> the recipes that do so; the first whose weights are scaled as those of the file is taken.
+# How inputs are quantized -> the recipes that do so; the first one that scales weights as the file does is taken.
 _RECIPES: dict[QuantSpec, tuple[Recipe, ...]] = {
     STATIC: (DelayedScaling(amax_history_len=1), DelayedScaling(amax_history_len=1, weight_granularity="row")),
     PER_TOKEN: (Float8CurrentScaling(granularity="row"),),
@@ -39,7 +39,7 @@ _Stored = dict[str, StoredLinear]
 def rewrite(source: Path | str, out: Path | str, format: str) -> None:
     """Write the FP8 model in the directory `source` to `out` in another format, one of FORMATS.
 
-    ModelError: `out` is taken; the source holds no FP8 weights; the format cannot say how they are scaled.
+    ModelError: `out` is taken; the source holds no FP8 weights; the format cannot express how they are scaled.
     ScalesError: scales that cannot be served.
     """
     checkpoint = open_checkpoint(source)
@@ -56,7 +56,7 @@ def rewrite(source: Path | str, out: Path | str, format: str) -> None:
 
 
 def stored_linears(checkpoint: Checkpoint) -> _Stored:
-    """All linears that lie there in FP8, by name."""
+    """All linears that are stored in FP8, by name."""
     return {name: _stored(checkpoint, name) for name in checkpoint.fp8_linears}
 
 
@@ -68,7 +68,7 @@ def _stored(checkpoint: Checkpoint, name: str) -> StoredLinear:
 
 
 def recipe_of(checkpoint: Checkpoint, stored: _Stored, format: str) -> Recipe:
-    """The recipe that has the source's layout and that the format can say."""
+    """The recipe that has the source's layout and that the format can express."""
     inputs = {linear.input_spec for linear in stored.values()}
     if len(inputs) > 1:
         raise ModelError(
@@ -89,7 +89,7 @@ def recipe_of(checkpoint: Checkpoint, stored: _Stored, format: str) -> Recipe:
 
 
 def _check_sayable(checkpoint: Checkpoint, recipe: Recipe, format: str) -> None:
-    """ModelError unless the format has words for the recipe."""
+    """ModelError unless the format can express the recipe."""
     try:
         quantization_files(format, recipe, kv_cache=False)
     except ModelError as refusal:
@@ -113,14 +113,14 @@ def fitted(linear: StoredLinear, spec: QuantSpec) -> Tensor:
 
 
 def format_of(source: Path) -> str:
-    """How the directory spells its FP8 weights, where we can write that; else the default."""
+    """The format of the directory's FP8 weights, if we can write it; else the default."""
     said: Any = read_json(source / "config.json").get("quantization_config")
     method = said.get("quant_method") if isinstance(said, dict) else None
     return method if method in FORMATS else FORMATS[0]
 
 
 def kept_state(checkpoint: Checkpoint, recipe: Recipe) -> ScalingCheckpoint | None:
-    """The scaling state that lies beside the weights, with its histories, if it is of the same layout."""
+    """The scaling state beside the weights, with its histories, if it has the same layout."""
     path = checkpoint.path / FILE_NAME
     if not present(path):
         return None

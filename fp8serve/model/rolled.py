@@ -1,9 +1,9 @@
-"""A served directory with the scales that its inputs have now: `python -m fp8serve.model.rolled SOURCE OUT MOVED`.
+"""Writes a served directory with the current scales of its inputs: `python -m fp8serve.model.rolled SOURCE OUT MOVED`.
 
-The server has it run in a process of its own, so that neither requests nor the engine wait while weights are copied.
-MOVED holds the scales of inputs and their histories as the engine left them; everything else is taken from SOURCE, and
-from the file that --scales names where the server was started with one. The numbers of FP8 weights stay as they are;
-weights in high precision are rounded as serving rounded them. The last line says what went wrong, as JSON.
+The server runs it in a separate process, so that neither requests nor the engine wait while weights are copied. MOVED
+holds the engine's scales of inputs and their histories; everything else comes from SOURCE, and from the file that
+--scales names if the server was started with one. FP8 weights stay as they are; weights in high precision are rounded
+as serving rounded them. The last line of output reports an error as JSON.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def _with(moved: ScalingCheckpoint, base: ScalingCheckpoint) -> ScalingCheckpoin
 def _of_weights(
     moved: ScalingCheckpoint, checkpoint: Checkpoint, stored: Mapping[str, StoredLinear], recipe: Recipe
 ) -> ScalingCheckpoint:
-    """The scales that lie among the weights; there were no histories, and the engine began some."""
+    """The scales stored with the weights; they had no histories, and the engine began new ones."""
     rules = delayed(moved.recipe)
     if rules is not None and isinstance(recipe, DelayedScaling):
         recipe = replace(recipe, amax_history_len=rules.amax_history_len)

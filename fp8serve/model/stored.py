@@ -1,7 +1,7 @@
-"""A directory's tensors in our conventions: every key sorted, checked and brought to one form.
+"""A directory's tensors in our conventions: every key is classified, checked and converted.
 
 Every tensor in the files must be a parameter of the architecture with its shape, a known scale, or one of a few known
-left-overs; every parameter must be there. Opening reads headers only, and a head that is said to be the embedding.
+left-overs; every parameter must be there. Opening reads only headers, and a head that should equal the embedding.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,14 +31,14 @@ from fp8serve.model.storage.shards import Shards
 from fp8serve.model.transformers_backend.names import by_module
 
 _LEFT_OVERS = ("rotary_emb.inv_freq", "attn.masked_bias", "attention.masked_bias")  # buffers of old files; recomputed
-# of encoders: a buffer, and what made a loss in pre-training
+# in encoders: a buffer, and the pre-training head
 _OF_ENCODERS = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.", "cls.", "lm_head.", "head.",
                 "decoder.")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class StoredLinear:
-    """An FP8 linear as it lies in the directory, brought to our conventions.
+    """An FP8 linear of the directory, in our conventions.
 
     weight_q E4M3 [N, K], a mapped view; weight_scale_inv FP32 [], [N, 1] or [ceil(N/128), ceil(K/128)], dequantizes;
     input_scale FP32 [], quantizes, or None where inputs are quantized dynamically or not at all; input_spec says which.
@@ -58,7 +58,7 @@ class Checkpoint(Mapping[str, Tensor]):
     """The model in a directory, as a mapping from parameter names to tensors in high precision.
 
     `checkpoint["model.norm.weight"]` is as stored, an FP8 weight is dequantized. left_out:
-    parts of the directory's model that are no language model.
+    parts of the directory's model that do not belong to the language model.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Checkpoint(Mapping[str, Tensor]):
         self.kept_linears = [n for n in self.linears if in_fp8 and n not in in_fp8]  # left in high precision
 
     def _place(self, key: str) -> None:
-        """Sort one key of the file; ModelError when it has no place."""
+        """Classify one key of the file; ModelError when it has no place."""
         if self._is_training_state(key):
             return
         if key in self.shapes:
@@ -112,7 +112,8 @@ class Checkpoint(Mapping[str, Tensor]):
         return key.endswith(_LEFT_OVERS) or (key == self._head[0] and config.tie_word_embeddings)
 
     def _check_head(self) -> None:
-        """A head beside a tied embedding must be the embedding: of two, some readers take the one, some the other."""
+        """A head beside a tied embedding must equal the embedding, because some readers take the one and some the
+        other."""
         config = self.any_config
         if isinstance(config, EncoderConfig) or not config.tie_word_embeddings or self._head[0] not in self.shards:
             return
@@ -123,7 +124,8 @@ class Checkpoint(Mapping[str, Tensor]):
             )
 
     def _is_training_state(self, key: str) -> bool:
-        """What `save_pretrained` of a converted model in training writes beside the weights (converted.py reads it)."""
+        """Keys that `save_pretrained` of a converted model in training writes beside the weights (converted.py reads
+        them)."""
         state = state_key(key)
         return state is not None and f"{state[0].rpartition('.')[0]}.weight" in self.shapes
 
@@ -152,7 +154,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
     @property
     def config(self) -> ModelConfig:
-        """Of a language model. ModelError: it is an encoder."""
+        """The configuration of a language model. ModelError: it is an encoder."""
         if isinstance(self.any_config, EncoderConfig):
             raise ModelError(
                 f"{self.path} holds {self.any_config.architecture}, an encoder: it embeds, and writes no text."
@@ -161,7 +163,8 @@ class Checkpoint(Mapping[str, Tensor]):
 
     @property
     def runs_in_high_precision(self) -> bool:
-        """Whether the directory is quantized and yet runs so: its cache alone is FP8, or weights are in MX blocks."""
+        """Whether a quantized directory runs in high precision: only its cache is FP8, or its weights are in MX
+        blocks."""
         quantization = self.quantization
         return quantization is not None and (not quantization.groups or isinstance(self.shards, Widened))
 
@@ -191,7 +194,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
 
 def _head_and_embedding(model: Model) -> tuple[str, ...]:
-    """The names of the two matrices that may be one."""
+    """The names of the two matrices that may be tied."""
     embedding = next(name for name, module in model.named_modules() if module is model.embedding)
     return f"{model.head_name}.weight", f"{embedding}.weight"
 
@@ -211,7 +214,7 @@ def open_checkpoint(model_dir: Path | str) -> Checkpoint:
 
 
 def _by_module(shards: Shards, config: AnyConfig) -> Shards:
-    """The tensors by the names of the parameters that they are."""
+    """The tensors under the names of their parameters."""
     if isinstance(config, EncoderConfig):
         return _without_prefix(shards, config)
     shards = _with_prefix(shards)
@@ -219,7 +222,7 @@ def _by_module(shards: Shards, config: AnyConfig) -> Shards:
 
 
 def _with_prefix(shards: Shards) -> Shards:
-    """By the names of a model with a head, where the file was saved without (`Qwen3Model`)."""
+    """Under the names of a model with a head, if the file was saved without one (`Qwen3Model`)."""
     if "embed_tokens.weight" not in shards:
         return shards
     parts = ("embed_tokens.", "layers.", "norm.")
@@ -227,6 +230,6 @@ def _with_prefix(shards: Shards) -> Shards:
 
 
 def _without_prefix(shards: Shards, config: EncoderConfig) -> Shards:
-    """By the names that a model without a head has."""
+    """Under the names of a model without a head."""
     names = {key: key.removeprefix(config.prefix) for key in shards}
     return shards.renamed(names) if any(key != name for key, name in names.items()) else shards

@@ -32,7 +32,7 @@ from fp8serve.server.api.openai import (
     model_list_routes,
 )
 from fp8serve.server.api.openapi_description import describe
-from fp8serve.server.finetuning.job_runner import WORKER
+from fp8serve.server.finetuning.job_runner import worker_command
 from fp8serve.server.http.access_control import AccessControl
 from fp8serve.server.http.access_log import AccessLog
 from fp8serve.server.http.body_limits import BodyLimits
@@ -50,13 +50,13 @@ ROUTES = (
 )  # fmt: skip
 
 
-def create_app(settings: Settings, start_engine: Launch | None = None, worker: Sequence[str] = WORKER) -> FastAPI:
+def create_app(settings: Settings, start_engine: Launch | None = None, worker: Sequence[str] = ()) -> FastAPI:
     """The application. Loading starts when its lifespan does, and `/health/ready` says when it is done.
 
     `start_engine` and `worker` replace the engine's and the trainer's process, for tests. Raises MachineError when the
     data directory cannot be used.
     """
-    state = ServerState(settings, start_engine, worker)
+    state = ServerState(settings, start_engine, worker or worker_command(settings.train_procs))
     app = FastAPI(
         title="fp8serve",
         version=fp8serve.__version__,

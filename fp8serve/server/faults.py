@@ -132,7 +132,7 @@ def safe_text(text: str) -> str:
 
 
 class Fault(Exception):  # noqa: N818 - it is the request's, not ours
-    """A request failed for a reason its sender can be told. `retry_after` in seconds, for the codes that can be
+    """A request failed for a reason that its sender may know. `retry_after` in seconds, for the codes that can be
     retried.
     """
 
@@ -201,21 +201,21 @@ class Fault(Exception):  # noqa: N818 - it is the request's, not ours
 
 
 STORAGE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG})
-"""What a write meets that no request and no program of ours can help."""
+"""Errors of a write that neither a request nor this program can avoid."""
 
 
 def disk_fault(why: str) -> Fault:
-    """The disk of the data directory did not take what was to be written."""
+    """The disk of the data directory did not accept a write."""
     return Fault(
         Code.DISK_FULL, f"The data directory cannot be written: {why}.", hint="Make room on the server's disk."
     )
 
 
 def is_anthropic(path: str) -> bool:
-    """Whether `path` is one that Anthropic's clients ask, who expect its error shape."""
+    """Whether `path` is one of Anthropic's API, whose clients expect its error shape."""
     return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 
 def is_openai(path: str) -> bool:
-    """Whether `path` has the statuses of `/v1`, and unless `is_anthropic`, OpenAI's error shape."""
+    """Whether `path` has the statuses of `/v1` and, unless `is_anthropic`, OpenAI's error shape."""
     return path in ("/v1", "/classify") or path.startswith("/v1/")

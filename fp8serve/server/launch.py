@@ -6,10 +6,12 @@ with its own error.
 
 SIGTERM or SIGINT begins the drain: readiness turns false, new work gets 503 with Retry-After, accepted requests
 finish. When none is left, or `drain_seconds` have passed and the rest were ended with a typed error, the sockets
-close and `run` returns, exit status 0. A second signal ends the wait. A running fine-tune job stops at a checkpoint
-meanwhile and resumes with the next server. SIGHUP has the file of keys read again, where there is one.
+close and `run` returns, exit status 0, also while the model still loads. A second signal ends the wait. A running
+fine-tune job stops at a checkpoint meanwhile, or is ended with the wait, and resumes with the next server. On SIGHUP
+the file of keys is read again, if there is one.
 """
 
+import asyncio
 import contextlib
 import errno
 import logging
@@ -34,9 +36,9 @@ CLOSING_SECONDS = 1
 
 
 def run(settings: Settings, start_engine: Launch | None = None, listener: socket.socket | None = None) -> None:
-    """Serves until a signal, on `listener` or, where there is none, on the host and port of the settings.
+    """Serves until a signal, on `listener` or, without one, on the host and port of the settings.
 
-    Raises MachineError (port, data directory) or what kept the model from loading.
+    Raises MachineError (port, data directory), or the error that kept the model from loading.
     """
     logs.configure(settings.log_format, "server")
     listener = listener or bind(settings.host, settings.port)
@@ -77,9 +79,9 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def adopt(fd: int) -> socket.socket:
-    """The listening socket that the parent process opened and left to us as file descriptor `fd`.
+    """The listening socket that the parent process opened and passed on as file descriptor `fd`.
 
-    Raises RequestError when `fd` is none.
+    Raises RequestError when `fd` is not a listening socket.
     """
     try:
         listener = socket.socket(fileno=fd)
@@ -93,7 +95,7 @@ def adopt(fd: int) -> socket.socket:
 
 
 def address(listener: socket.socket) -> str:
-    """Where a browser finds the server."""
+    """The server's address for a browser."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -112,12 +114,12 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
         super().__init__(config)
         self.state = state
-        self._signals = 0
         self._keys_asked = False
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """uvicorn raises the signal again when it is done, which would make the exit status 143; we have handled it."""
+        """Does not raise the signal again when the server is done, as uvicorn does: the exit status would be 143."""
+        self._loop = asyncio.get_running_loop()
         handlers: dict[signal.Signals, Any] = dict.fromkeys((signal.SIGTERM, signal.SIGINT), self.handle_exit)
         if self.state.keys.path is not None:
             handlers[signal.SIGHUP] = self.handle_hangup
@@ -129,7 +131,16 @@ class DrainingServer(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._signals += 1
+        """Begins the drain before the loop learns anything else, such as the end of an engine that got the signal,
+        too."""
+        self._loop.call_soon_threadsafe(self._asked_to_stop)
+
+    def _asked_to_stop(self) -> None:
+        if self.state.draining.is_set():
+            self.state.hurry()
+        else:
+            log.info("asked to stop: draining")
+            self.state.begin_drain()
 
     def handle_hangup(self, sig: int, frame: FrameType | None) -> None:
         self._keys_asked = True
@@ -139,9 +150,6 @@ class DrainingServer(uvicorn.Server):
         if self._keys_asked:
             self._keys_asked = False
             self.state.keys.reload()
-        if self._signals and not self.state.draining.is_set():
-            log.info("asked to stop: draining")
-            self.state.begin_drain()
-        if self.state.failed.is_set() or self._signals > 1 or (self._signals and self.state.drained):
+        if self.state.failed.is_set() or (self.state.draining.is_set() and self.state.drained):
             self.should_exit = True
         return await super().on_tick(counter)

@@ -1,4 +1,4 @@
-"""Metrics that are read when /metrics is asked for, and not counted: what the engine said last, and what is served."""
+"""Metrics that are read when /metrics is requested, and not counted: the engine's last report, and what is served."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +43,7 @@ ENGINE_COUNTERS = {
     "drafts_total": ("fp8serve_drafts", "Drafts that were checked"),
     "draft_tokens_total": ("fp8serve_draft_tokens", "Tokens of these drafts"),
     "accepted_draft_tokens_total": ("fp8serve_accepted_draft_tokens", "Tokens of these that became part of an answer"),
+    "draft_model_tokens_total": ("fp8serve_draft_model_tokens", "Tokens that a draft model computed"),
 }
 """Key of the engine's statistics -> metric name and meaning."""
 LAYER_GAUGES = {
@@ -59,7 +60,7 @@ LAYER_GAUGES = {
 
 @dataclass
 class Sources:
-    """Whom to ask at every scrape; nothing here may block. By model: nothing of an engine that does not run."""
+    """What is asked at every scrape; nothing here may block. By model; an engine that does not run reports nothing."""
 
     stats: Callable[[], Mapping[str, Mapping[str, Any]]] = dict
     adapters: Callable[[], Mapping[str, Mapping[str, Mapping[str, int]]]] = dict
@@ -95,7 +96,7 @@ class Live(Collector):
 
 
 def facts(name: str, meaning: str, rows: Sequence[Mapping[str, str]]) -> Iterator[Metric]:
-    """A gauge of 1 for each row, whose labels say something; nothing where there is nothing to say."""
+    """A gauge of 1 for each row, whose labels hold the facts; nothing if there are no rows."""
     if rows and rows[0]:
         family = GaugeMetricFamily(name, meaning, labels=list(rows[0]))
         for row in rows:
@@ -104,7 +105,7 @@ def facts(name: str, meaning: str, rows: Sequence[Mapping[str, str]]) -> Iterato
 
 
 def _figure(stats: Stats, key: str) -> dict[str, float]:
-    """Of each model whose engine reports it."""
+    """The figure of each model whose engine reports it."""
     return {model: float(said[key]) for model, said in stats.items() if key in said}
 
 
@@ -135,7 +136,7 @@ def _of_engine(stats: Stats) -> Iterator[Metric]:
 
 
 def _buckets(bounds: Sequence[int], counts: Sequence[int]) -> list[tuple[str, float]]:
-    """`counts`: how many values lie at or below each bound and above the one before; the last are above all bounds."""
+    """`counts`: how many values are at or below each bound and above the one before; the last are above all bounds."""
     names = [*(str(float(bound)) for bound in bounds), "+Inf"]
     return list(zip(names, map(float, accumulate(counts)), strict=True))
 

@@ -282,7 +282,7 @@ class ModelMetrics:
             self.rejected(reason)
         for reason in ("stop", "length", "abort", "error"):
             self.ended(reason)
-        for outcome in ("ok", "failed"):
+        for outcome in ("ok", "failed", "rolled_back"):
             self.swaps(outcome)
 
     def forget(self) -> None:

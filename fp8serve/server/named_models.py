@@ -1,4 +1,4 @@
-"""Models and adapters by name, as the command line and the route that loads one say them.
+"""Models and adapters by name, as the command line and the route that loads one write them.
 
 NAME=DIR[,OPTION=VALUE...]        small=./minilm        coder=./coder-fp8,max_model_len=4096,tool_parser=hermes
 """
@@ -22,7 +22,7 @@ _OPTION = re.compile(r",(?=[a-z_-]+=)")
 
 @dataclass(frozen=True)
 class Readers:
-    """How answers are read, as far as it is said of one model."""
+    """How answers are read, as far as it was given for one model."""
 
     tool_parser: ToolFormat = "auto"
     reasoning_parser: ReasoningFormat = "auto"
@@ -33,7 +33,7 @@ class Readers:
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A name, a directory, and what is to be different from the defaults of `EngineOptions` and `Readers`."""
+    """A name, a directory, and the options that differ from the defaults of `EngineOptions` and `Readers`."""
 
     name: str
     directory: Path
@@ -55,7 +55,7 @@ class NamedModel:
 
     @classmethod
     def parse(cls, text: str) -> "NamedModel":
-        """Raises RequestError for what is no NAME=DIR, and for options that are none."""
+        """Raises RequestError for anything but NAME=DIR[,OPTION=VALUE...], and for unknown options."""
         place, *options = _OPTION.split(text)
         name, equals, directory = place.partition("=")
         if not (equals and name and directory):
@@ -64,12 +64,12 @@ class NamedModel:
         return cls(name, Path(directory), {key.replace("-", "_"): _json_or_text(value) for key, _, value in pairs})
 
     def engine(self, device: str) -> EngineOptions:
-        """What its engine is told; on `device` unless it names its own."""
+        """The options of its engine; on `device` unless it names its own."""
         return EngineOptions(**{"device": device, **_of(EngineOptions, self.options)})
 
     @property
     def answers(self) -> AnswerFormat:
-        """How its answers are read, as far as it is told."""
+        """How its answers are read, as far as it was given."""
         said = Readers(**_of(Readers, self.options))
         return AnswerFormat(said.tool_parser, said.reasoning_parser)
 
@@ -83,7 +83,7 @@ class NamedAdapter:
 
     @classmethod
     def parse(cls, text: str) -> "NamedAdapter":
-        """Raises RequestError for what is no NAME=DIR."""
+        """Raises RequestError for anything but NAME=DIR."""
         name, equals, directory = text.partition("=")
         if not (equals and name and directory):
             raise RequestError(f"--adapter wants NAME=DIR, such as tutor=./run/model, not {shown(text)}.")

@@ -5,6 +5,7 @@ ends the processes. Handlers get it by the `StateDep` dependency (api/dependenci
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import platform
@@ -12,6 +13,7 @@ import shutil
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -19,13 +21,16 @@ from pathlib import Path
 import fp8serve
 from fp8serve.engine.request import Task
 from fp8serve.engine.sampling_params import SamplingParams
-from fp8serve.errors import Fp8ServeError
+from fp8serve.errors import Fp8ServeError, MachineError
 from fp8serve.server.access.key_file import KeyFile
 from fp8serve.server.access.limits import Tenants
 from fp8serve.server.faults import Code, Fault
+from fp8serve.server.finetuning.checkpoints import job_of
+from fp8serve.server.finetuning.data_checks import measured_rows
 from fp8serve.server.finetuning.job_records import Job
 from fp8serve.server.finetuning.job_runner import WORKER, JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
+from fp8serve.server.finetuning.retention import Retention
 from fp8serve.server.finetuning.sources import Sources
 from fp8serve.server.finetuning.submission import Submissions
 from fp8serve.server.metrics import Metrics
@@ -41,11 +46,14 @@ from fp8serve.server.serving.rolled_scales import RolledScales
 from fp8serve.server.serving.served import Launch, Served, Source, launch
 from fp8serve.server.serving.served_model import BASE, ServedModel
 from fp8serve.server.serving.supervisor import EngineSupervisor
+from fp8serve.server.serving.verification import UNVERIFIED, Verification, Verified
 from fp8serve.server.settings import Settings, is_loopback, lock_data_dir, prepare_data_dir
 from fp8serve.server.tracing import tracing_of
 from fp8serve.server.usage import Usage
 
 log = logging.getLogger("fp8serve.server")
+
+OWN_SIGNAL_SECONDS = 1.0  # how much later than our engine we may handle a signal that both got
 
 
 class ServerState:
@@ -77,6 +85,8 @@ class ServerState:
         self.jobs = JobStore(self.data_dir / "jobs.sqlite3")
         self.runner = JobRunner(self.jobs, self.data_dir, wait_idle=self._wait_before_training, command=worker)
         self.sources = Sources(self.jobs, self.runner, self.models)
+        self.retention = Retention(self.jobs, self.runner, self.models, settings.keep_jobs)
+        self.runner.after_each = self.retention.sweep
         self.started = False  # whether every model of the command line was loaded, or could not be
         self.started_at = int(time.time())
         self.address = "this application's address"
@@ -121,7 +131,7 @@ class ServerState:
 
     async def open(self) -> None:
         await asyncio.to_thread(self._sweep)
-        self._tasks = [asyncio.create_task(self._load()), asyncio.create_task(self.supervisor.watch())]
+        self._tasks += [asyncio.create_task(self._load()), asyncio.create_task(self.supervisor.watch())]
 
     async def _load(self) -> None:
         default = self.models.default
@@ -131,8 +141,11 @@ class ServerState:
                 await asyncio.to_thread(self.sources.first, default.home, self._mark(default.name, default.home))
             )
         except Fp8ServeError as error:
-            default.state, default.problem = "failed", error
-            self.failed.set()
+            if isinstance(error, MachineError):
+                await self._await_own_signal()
+            if not default.leaving:
+                default.state, default.problem = "failed", error
+                self.failed.set()
             return
         log.info("%s", kernels_line(served))
         log.info(answers_line(served))
@@ -144,14 +157,21 @@ class ServerState:
         await self._load_further()
         self.started = True
 
+    async def _await_own_signal(self) -> None:
+        """A service manager's signal reaches the engine's process, too, which may end before we handle ours."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.draining.wait(), OWN_SIGNAL_SECONDS)
+
     async def _expect_activated(self, model: ServedModel) -> None:
         """Adapters of jobs that were activated before the server was started again."""
-        for job_id in await asyncio.to_thread(self._activated_adapters, model):
+        for key in await asyncio.to_thread(self._activated_adapters, model):
             try:
-                job = await asyncio.to_thread(self.jobs.get, job_id)
-                self.adapters.expect(model, await asyncio.to_thread(self.sources.of_adapter, job))
+                found = await asyncio.to_thread(self.sources.adapter, key)
+                if found is None:
+                    raise Fault(Code.JOB_NOT_FOUND, "There is no job with such an adapter any more.")
+                self.adapters.expect(model, await asyncio.to_thread(self.sources.of_adapter, *found))
             except Fault as fault:
-                log.error("the adapter of %s, activated earlier, cannot be served: %s", job_id, fault.told)
+                log.error("the adapter of %s, activated earlier, cannot be served: %s", key, fault.told)
 
     async def _load_further(self) -> None:
         """One after the other. One that cannot be served says so where models are listed, and the others serve."""
@@ -170,15 +190,21 @@ class ServerState:
             if path.name not in jobs:
                 shutil.rmtree(path, ignore_errors=True)
         for path in self.data_dir.glob("files/*"):
-            if path.stem not in uploads:
+            if path.name.partition(".")[0] not in uploads:
                 path.unlink()
 
     def begin_drain(self) -> None:
         """Takes nothing new; a running job begins to stop at a checkpoint."""
         self._drain_deadline = time.monotonic() + self.settings.drain_seconds
         self.draining.set()
+        for model in self.models.models.values():
+            model.leaving = True
         self.loader.give_up()
         self._tasks.append(asyncio.create_task(self.runner.close(self.settings.drain_seconds)))
+
+    def hurry(self) -> None:
+        """Ends the drain: what is not done by now is ended."""
+        self._drain_deadline = time.monotonic()
 
     @property
     def drained(self) -> bool:
@@ -194,7 +220,7 @@ class ServerState:
         again.
         """
         self.draining.set()
-        await self.runner.close(self.settings.drain_seconds)
+        await self.runner.close(min(self.settings.drain_seconds, self._drain_deadline - time.monotonic()))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -252,18 +278,25 @@ class ServerState:
         named = {path.relative_to(root).as_posix(): path for path in found}
         return {name: path for name, path in named.items() if not any(p.startswith(".") for p in name.split("/"))}
 
-    async def load_adapter(self, model: ServedModel, source: AdapterSource) -> ServedAdapter:
+    async def load_adapter(
+        self, model: ServedModel, source: AdapterSource, verification: Verification = UNVERIFIED
+    ) -> tuple[ServedAdapter, Verified | None]:
         """Beside `model`; goes on to its end if the client goes away. Fault: see `AdapterLoader.load`."""
         if self.draining.is_set():
             raise Fault(Code.DRAINING, "The server is shutting down.", retry_after=5)
-        return await self.loader.to_the_end(self.adapters.load(model, source))
+        return await self.loader.to_the_end(self.adapters.load(model, source, verification))
 
-    async def activate_adapter(self, model: ServedModel, job: Job) -> ServedAdapter:
-        """Serves what the job trained beside `model`, under its own name, after the next start too."""
+    async def activate_adapter(
+        self, model: ServedModel, job: Job, step: int | None, ratio: float
+    ) -> tuple[ServedAdapter, Verified | None]:
+        """Verifies what the job trained beside `model`, or had at a step, and serves it by its own name; after the next
+        start, too."""
         self.sources.check_beside(job, model)
-        adapter = await self.load_adapter(model, await asyncio.to_thread(self.sources.of_adapter, job))
-        await asyncio.to_thread(self._remember_adapter, model, job.id, True)
-        return adapter
+        source = await asyncio.to_thread(self.sources.of_adapter, job, step)
+        verification = await self._verification(model, job, ratio, model.home.directory)
+        adapter, verified = await self.load_adapter(model, source, verification)
+        await asyncio.to_thread(self._remember_adapter, model, adapter.source.key, True)
+        return adapter, verified
 
     async def unload_adapter(self, name: str) -> None:
         """Fault 404: there is no adapter of that name."""
@@ -273,13 +306,13 @@ class ServerState:
         await self.adapters.unload(name)
 
     def _activated_adapters(self, model: ServedModel) -> list[str]:
-        """The ids of the jobs. Blocks."""
+        """The ids of the jobs, or the names of their checkpoints. Blocks."""
         return list(filter(None, (self.jobs.activated(self._adapters_mark(model)) or "").split(",")))
 
-    def _remember_adapter(self, model: ServedModel, job_id: str, is_served: bool) -> None:
-        """Whether the adapter of this job, "" for none, is loaded when the server starts again. Blocks."""
+    def _remember_adapter(self, model: ServedModel, key: str, is_served: bool) -> None:
+        """Whether the adapter of this source, "" for no job's, is loaded when the server starts again. Blocks."""
         there = self._activated_adapters(model)
-        wanted = [known for known in there if known != job_id] + ([job_id] if is_served else [])
+        wanted = [known for known in there if known != key] + ([key] if is_served else [])
         if wanted != there:
             self.jobs.set_activated(self._adapters_mark(model), ",".join(wanted))
 
@@ -305,14 +338,33 @@ class ServerState:
         directory = str(home.directory.resolve())
         return directory if name == self.models.default.name else f"{name}={directory}"
 
-    async def activate(self, model: ServedModel, key: str) -> Served:
-        """Swaps the weights of `model` and remembers the choice for the next start."""
+    async def activate(self, model: ServedModel, key: str, ratio: float) -> tuple[Served, Verified | None]:
+        """Verifies and swaps the weights of `model`, and remembers the choice for the next start. ratio: see
+        `Verification`.
+
+        The base, which serves where all else fails, is only tried.
+        """
         mark = self._mark(model.name, model.home)
 
-        async def record() -> None:
-            await asyncio.to_thread(self.jobs.set_activated, mark, key)
+        async def record(served: str) -> None:
+            await asyncio.to_thread(self.jobs.set_activated, mark, BASE if served == model.home.key else served)
 
-        return await model.activate(await asyncio.to_thread(self.sources.find, key, model.home), record)
+        if key == BASE:
+            return await model.activate(model.home, record)
+        source = await asyncio.to_thread(self.sources.find, key, model.home)
+        job = await asyncio.to_thread(self.jobs.get, job_of(source.key))
+        has_tokenizer = (source.directory / "tokenizer.json").exists()
+        reads = source.directory if has_tokenizer else model.home.directory
+        return await model.activate(source, record, await self._verification(model, job, ratio, reads))
+
+    async def _verification(self, model: ServedModel, job: Job, ratio: float, reads: Path) -> Verification:
+        """By the rows of the job, as the tokenizer in the directory `reads` has them."""
+        try:
+            config = await asyncio.to_thread(self.runner.config_of, job.id)
+        except Fp8ServeError:
+            return Verification((), ratio, model.deadlines.load)
+        rows = await measured_rows(self.parser, replace(config, model=str(reads)))
+        return Verification(rows, ratio, model.deadlines.load)
 
     async def save_scales(self, model: str | None, name: str | None) -> tuple[str, int]:
         """Writes what `model` serves, the default where that is None, with its scales as they are now, beside the

@@ -21,6 +21,7 @@ from fp8serve.logs import LogFormat
 from fp8serve.options import About, check, options_of
 from fp8serve.server.answers.choice import AnswerFormat, ReasoningFormat, ToolFormat
 from fp8serve.server.named_models import NamedAdapter, NamedModel, check_name
+from fp8serve.train.reporting import ReportTool, check_installed
 
 TrainOn = Literal["refuse", "share", "pause"]
 Count = Annotated[int, Ge(1)]
@@ -44,13 +45,13 @@ def default_data_dir(model: Path) -> Path:
 class ServerLimits:
     """Bounds on what one request, or all of them together, may ask for."""
 
-    body_bytes: Annotated[Count, About("Of one request's body.")] = 8 << 20
-    held_bytes: Annotated[Count, About("Of all request bodies together.")] = 256 << 20
-    header_bytes: Annotated[Count, About("Of one request's headers.")] = 64 << 10
-    upload_bytes: Annotated[Count, About("Of an uploaded file.")] = 1 << 30
-    body_seconds: Annotated[Seconds, About("For a body to arrive.")] = 30.0
-    header_seconds: Annotated[Seconds, About("For the headers to arrive.")] = 10.0
-    send_seconds: Annotated[Seconds, About("For a client to take a piece of its answer.")] = 60.0
+    body_bytes: Annotated[Count, About("Bytes of one request's body.")] = 8 << 20
+    held_bytes: Annotated[Count, About("Bytes of all request bodies together.")] = 256 << 20
+    header_bytes: Annotated[Count, About("Bytes of one request's headers.")] = 64 << 10
+    upload_bytes: Annotated[Count, About("Bytes of an uploaded file.")] = 1 << 30
+    body_seconds: Annotated[Seconds, About("Seconds for a body to arrive.")] = 30.0
+    header_seconds: Annotated[Seconds, About("Seconds for the headers to arrive.")] = 10.0
+    send_seconds: Annotated[Seconds, About("Seconds for a client to take a piece of its answer.")] = 60.0
     queue: Annotated[Count, About("Answers that wait for a place among those that run.")] = 256
     queue_tokens: Annotated[Count, About("Tokens of the prompts that wait.")] = 1 << 20
     n: Annotated[Count, About("Answers to one prompt.")] = 128
@@ -58,15 +59,15 @@ class ServerLimits:
     texts: Annotated[Count, About("Texts of one request for vectors or scores.")] = 2048
     chat_messages: Annotated[Count, About("Messages of one conversation.")] = 1024
     streams: Annotated[Count, About("Streams that are open.")] = 512
-    keep_alive_seconds: Annotated[Seconds, About("Between two signs of life in a stream.")] = 15.0
+    keep_alive_seconds: Annotated[Seconds, About("Seconds between two signs of life in a stream.")] = 15.0
     jobs_queued: Annotated[Count, About("Fine-tune jobs that wait.")] = 32
-    row_bytes: Annotated[Count, About("Of one row of training data.")] = 1 << 20
+    row_bytes: Annotated[Count, About("Bytes of one row of training data.")] = 1 << 20
     rows: Annotated[Count, About("Rows of one fine-tune.")] = 1_000_000
-    reading_seconds: Annotated[Seconds, About("Of processor time to check, render and tokenize one request.")] = 30.0
+    reading_seconds: Annotated[Seconds, About("Processor time to check, render and tokenize one request.")] = 30.0
     reading_memory: Annotated[Count, About("Bytes of memory for the same.")] = 1 << 30
-    reading_bytes: Annotated[Count, About("Of requests that wait for that.")] = 64 << 20
-    template_seconds: Annotated[Seconds, About("Of reading_seconds, to render a chat template.")] = 2.0
-    validation_seconds: Annotated[Seconds, About("Of processor time to check the rows of a fine-tune.")] = 600.0
+    reading_bytes: Annotated[Count, About("Bytes of requests that wait for that.")] = 64 << 20
+    template_seconds: Annotated[Seconds, About("Seconds of reading_seconds to render a chat template.")] = 2.0
+    validation_seconds: Annotated[Seconds, About("Processor time to check the rows of a fine-tune.")] = 600.0
     validation_memory: Annotated[Count, About("Bytes of memory for the same.")] = 8 << 30
 
     def __post_init__(self) -> None:
@@ -157,6 +158,33 @@ class Settings(EngineOptions):
     ] = None
     train_on: Annotated[TrainOn, About("What a fine-tune may do to the device that serves.")] = "refuse"
     train_device: Annotated[str | None, About("Device of fine-tune jobs.", unset="the one that serves")] = None
+    train_procs: Annotated[
+        int, Ge(1), Le(1024), About("Processes of a fine-tune job; at most as many as its accumulate.")
+    ] = 1
+    keep_jobs: Annotated[
+        int | None,
+        Ge(1),
+        About("Fine-tune jobs to keep that have ended; older ones are deleted with their files.", unset="all"),
+    ] = None
+    report_to: Annotated[
+        tuple[ReportTool, ...],
+        About(
+            "Fine-tune jobs also write metrics for tensorboard or wandb, which must be installed.",
+            unset="none",
+            metavar="TOOL",
+            narrowed=tuple[str, ...],
+        ),
+    ] = ()
+    grader_urls: Annotated[
+        tuple[str, ...],
+        About(
+            "Address at which fine-tune jobs may have answers graded (grpo), and all below it.",
+            unset="none",
+            flag="--grader-url",
+            metavar="URL",
+            private=True,
+        ),
+    ] = ()
     drain_seconds: Annotated[float, Ge(0), About("How long requests may finish after SIGTERM.")] = 30.0
     heartbeat_seconds: Annotated[Seconds, About("Silence after which the engine is started again.")] = 30.0
     step_seconds: Annotated[Seconds, About("Time of one step after which the engine is started again.")] = 600.0
@@ -184,7 +212,10 @@ class Settings(EngineOptions):
         if self.api_key is not None and not self.api_key.strip():
             raise RequestError("The API key is empty; give a key or leave the option out.")
         _check_exposure(self)
-        _check_endpoint(self.otlp_endpoint)
+        check_installed(self.report_to)
+        _check_endpoint("--otlp-endpoint", self.otlp_endpoint)
+        for url in self.grader_urls:
+            _check_endpoint("--grader-url", url)
         _check_names(self)
 
     @property
@@ -240,7 +271,7 @@ def _check_exposure(settings: Settings) -> None:
         )
 
 
-def _check_endpoint(endpoint: str | None) -> None:
+def _check_endpoint(option: str, endpoint: str | None) -> None:
     """What is wrong with it is not shown: it may hold a password."""
     if endpoint is None:
         return
@@ -250,7 +281,7 @@ def _check_endpoint(endpoint: str | None) -> None:
     except ValueError:
         good = False
     if not good:
-        raise RequestError("--otlp-endpoint must be an address such as http://localhost:4318.")
+        raise RequestError(f"{option} must be an address such as http://localhost:4318.")
 
 
 def _check_names(settings: Settings) -> None:
@@ -280,7 +311,7 @@ def is_loopback(host: str) -> bool:
 
 def prepare_data_dir(settings: Settings) -> Path:
     """Make the data directory, private to this user. Raises MachineError when it cannot be written."""
-    path = settings.data_dir or default_data_dir(settings.model)
+    path = (settings.data_dir or default_data_dir(settings.model)).absolute()  # as `safe_text` knows paths of ours
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

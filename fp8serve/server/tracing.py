@@ -7,9 +7,9 @@ A collector is named by `--otlp-endpoint` or by OTEL_EXPORTER_OTLP_ENDPOINT, and
 variables, as the packages read them. Spans hold numbers and names: no prompt, no answer, no header. Attributes have the
 names of the GenAI conventions and, where those have changed, the ones that vLLM uses as well.
 
-Spans are sent by a thread of the package from a queue with an end, so a collector that does not answer costs nobody a
-request: what does not fit is dropped. The packages' own complaints, one for each batch, are silenced in favour of one
-warning in a while. Nothing here is global: a program that hosts us keeps its own tracing.
+A thread of the package sends spans from a queue of limited length, so a collector that does not answer delays no
+request: spans that do not fit are dropped. The packages' own warnings, one for each batch, are silenced in favour of an
+occasional one. Nothing here is global: a program that hosts the server keeps its own tracing.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ class RequestSpan(Protocol):
 
 
 class Tracing(Protocol):
-    """What the server does about spans."""
+    """Makes the server's spans."""
 
     def begin(self, name: str, headers: Mapping[str, str]) -> RequestSpan | None: ...
     async def close(self) -> None: ...
@@ -93,7 +93,7 @@ class OpenTelemetry:
         return _Span(self._tracer, self._tracer.start_span(name, parent, SpanKind.SERVER))
 
     async def close(self) -> None:
-        """Sends what is left, for CLOSING_SECONDS at most. The thread may stay behind: it keeps no process alive."""
+        """Sends the remaining spans, for CLOSING_SECONDS at most. The thread may remain: it keeps no process alive."""
         closing = threading.Thread(target=self.provider.shutdown, daemon=True)
         closing.start()
         end = time.monotonic() + CLOSING_SECONDS
@@ -146,12 +146,12 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _is_ours(error: str) -> bool:
-    """Whether the server failed, and not the client, by the code of the failure."""
+    """Whether the failure's code means that the server, and not the client, is at fault."""
     return KINDS[Code(error)].v1 >= 500
 
 
 def _of_usage(usage: Usage, attributes: Attributes) -> Attributes:
-    """The attributes of what was generated, or read."""
+    """The attributes of the tokens read and generated."""
     if usage.model is None and not usage.total:
         return {}
     found: Attributes = {
@@ -184,7 +184,8 @@ def _of_answers(answers: Sequence[Answer]) -> Attributes:
 
 
 def _latencies(answer: Answer) -> Attributes:
-    """In seconds, as far as the engine got. Of a request with several sequences, the children say it."""
+    """Latencies in seconds, as far as the engine got. For a request with several sequences, only the children have
+    them."""
     if (timing := answer.timing) is None:
         return {}
     found: Attributes = {"gen_ai.latency.time_in_queue": timing.queue}
@@ -202,7 +203,7 @@ def _latencies(answer: Answer) -> Attributes:
 
 
 def _resource() -> Any:
-    """Who sends: as OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say, else fp8serve."""
+    """The sender: as OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say, otherwise fp8serve."""
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
     ours = Resource.create({"service.name": "fp8serve", "service.version": fp8serve.__version__})
@@ -213,7 +214,7 @@ def _resource() -> Any:
 
 
 def tracing_of(endpoint: str | None) -> Tracing:
-    """To the collector at `endpoint`, or at that of the environment; none where neither names one.
+    """Tracing to the collector at `endpoint`, or at that of the environment; NoTracing if neither names one.
 
     MachineError: an `endpoint` is given, and the packages are not installed.
     """
@@ -240,7 +241,8 @@ def _installed() -> bool:
 
 
 def _without(endpoint: str | None) -> NoTracing:
-    """The environment may be meant for others, so it does not keep a server from starting."""
+    """What happens without the packages. The environment may be meant for other programs, so that it only causes a
+    warning."""
     if endpoint is not None:
         raise MachineError(f"--otlp-endpoint needs the OpenTelemetry packages; install them: {NEEDED}.")
     log.warning("OTEL_EXPORTER_OTLP_ENDPOINT is set, and no spans are sent: the packages are missing; %s", NEEDED)
@@ -254,7 +256,7 @@ def traces_url(endpoint: str) -> str:
 
 
 def quiet(exporter: "SpanExporter") -> "SpanExporter":
-    """`exporter`, with one warning in a while that spans are lost, and a word when they are taken again."""
+    """`exporter`, with an occasional warning that spans are lost, and a line when they are accepted again."""
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
     for name in ("opentelemetry.exporter", "opentelemetry.sdk"):

@@ -1,4 +1,4 @@
-"""What one HTTP request has used so far: filled in as it is answered, read when it is over."""
+"""What one HTTP request has used so far: filled in while it is answered, and read at the end."""
 
 from dataclasses import dataclass, field
 
@@ -24,10 +24,10 @@ class Answer:
 
 @dataclass
 class Usage:
-    """Tokens. A prompt counts once, however many answers it has; what is generated counts as it comes.
+    """Tokens. A prompt counts once, however many answers it has; generated tokens count as they come.
 
-    `request_id`: by which the log and the client know the request; a client may give two of them the same. `tenant`:
-    that of the key.
+    `request_id`: the request's id in the log and for the client, who may give two requests the same. `tenant`: that of
+    the key.
     """
 
     request_id: str = ""

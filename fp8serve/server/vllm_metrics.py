@@ -1,7 +1,7 @@
-"""Our metrics under the names by which dashboards, autoscalers and gateways for vLLM ask for them.
+"""The server's metrics under the names that dashboards, autoscalers and gateways for vLLM query.
 
-Most are families of ours with another name, and the labels `model_name` and `engine`. A few say in vLLM's way what we
-say in another: why requests wait, the size of the cache, that an engine is awake, which adapters run and wait, and
+Most are families of fp8serve with another name, and the labels `model_name` and `engine`. A few have no counterpart of
+the same form: why requests wait, the size of the cache, that an engine is awake, which adapters run and wait, and
 responses by the class of their status.
 """
 
@@ -73,7 +73,7 @@ def _labels(ours: Mapping[str, str]) -> dict[str, str]:
 
 
 def _by_class(family: Metric) -> Metric:
-    """As prometheus-fastapi-instrumentator counts them, which vLLM uses: `5xx`."""
+    """Responses by class, `5xx`, as counted by prometheus-fastapi-instrumentator, which vLLM uses."""
     counts: Counter[tuple[str, str, str]] = Counter()
     for sample in family.samples:
         if sample.name.endswith("_total"):

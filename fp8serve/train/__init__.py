@@ -1,9 +1,11 @@
 """Data becomes a better checkpoint: the job's description, its data, its loop and its process.
 
     config                         what a job is
-    data, order, batch             files -> rows -> steps -> flattened tensors
+    methods                        what can be minimised, a room each: its data, its loss, what it reports
+    data, tokenized, order, batch  items -> steps -> flattened tensors
     validate                       a dry run
-    forward, optimizer, held_out   one step's arithmetic, and the loss on held-out rows
+    forward, gradients, optimizer, held_out
+                                   one step's arithmetic, and the loss on held-out items
     scratch                        a model from nothing
     trainer, setup, state          a run
     checkpoint, carry              what it writes between steps
@@ -11,5 +13,5 @@
     events                         what it tells
     job_process                    the process that it runs in
 
-`config`, `order`, `data`, `validate`, `events` and the start of `job_process` load no torch.
+`config`, `order`, `data`, `validate`, `events`, the readers of `methods` and the start of `job_process` load no torch.
 """

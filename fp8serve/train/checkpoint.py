@@ -7,6 +7,7 @@
     optimizer.safetensors   `{parameter}.{exp_avg|exp_avg_sq|step}`
     scaling.safetensors     `{linear}.{input|weight|grad_output}.{scale|amax_history|nonfinite|steps}`
     random.safetensors      torch's generator state
+    method.safetensors      what the method found before the first step (`methods.interface`), where it has any
     trainer.json            step, cursor, token counts, the configuration and what it was run with
     manifest.json           size and SHA-256 of every other file, written last
 
@@ -20,7 +21,7 @@ checkpoint is read by this program only, and `export` makes the sharded or quant
 import hashlib
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,9 @@ from fp8serve.model.storage.shards import write_index
 
 VERSION = 1
 _STEP = re.compile(r"step-(\d+)")
-_UNFINISHED = re.compile(r"\.(step-\d+|model)\.tmp-")
+_UNFINISHED = re.compile(r"\.(step-\d+|model|model-step-\d+)\.tmp-")
 _KINDS = ("model", "optimizer", "scaling", "random")
+_IF_ANY = "method"
 
 
 @dataclass
@@ -47,6 +49,7 @@ class TrainState:
     optimizer: dict[str, Tensor]
     scaling: dict[str, Tensor]
     random: dict[str, Tensor]
+    method: dict[str, Tensor] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -62,7 +65,7 @@ def write_checkpoint(root: Path, state: TrainState, carry: Callable[[Path], None
     final = root / f"step-{state.step}"
     with whole_directory(final, JobError) as directory:
         carry(directory)
-        for kind in _KINDS:
+        for kind in (*_KINDS, *([_IF_ANY] if state.method else [])):
             _save(directory / f"{kind}.safetensors", getattr(state, kind))
         write_index(directory)
         write_json(directory / "trainer.json", {"version": VERSION, **state.meta})
@@ -125,7 +128,8 @@ def require_whole(directory: Path) -> None:
 
 def read_checkpoint(directory: Path) -> TrainState:
     """Load into memory a checkpoint that was verified."""
-    tensors = {kind: load_file(directory / f"{kind}.safetensors") for kind in _KINDS}
+    kinds = (*_KINDS, *([_IF_ANY] if (directory / f"{_IF_ANY}.safetensors").exists() else []))
+    tensors = {kind: load_file(directory / f"{kind}.safetensors") for kind in kinds}
     return TrainState(**tensors, meta=read_json(directory / "trainer.json", JobError))
 
 
@@ -137,14 +141,31 @@ def sweep(root: Path) -> list[str]:
     return [p.name for p in left]
 
 
-def keep_last(root: Path, count: int, best: int | None = None) -> None:
-    """Remove all but the newest `count` checkpoints and that of step `best`.
+def keep_last(root: Path, count: int, also: Collection[int | None] = ()) -> None:
+    """Remove all but the newest `count` checkpoints and those of the steps `also`.
 
     The rename comes first: a listed checkpoint is never half gone.
     """
     for path in list_checkpoints(root)[:-count]:
-        if path.name != f"step-{best}":
+        if _step_of(path) not in also:
             _remove(path)
+
+
+def remove_after(root: Path, step: int) -> None:
+    """Remove the checkpoints of later steps, the newest first: at each instant the newest is one that was written."""
+    for path in reversed(list_checkpoints(root)):
+        if _step_of(path) > step:
+            _remove(path)
+
+
+def last_multiple(root: Path, every: int, below: int) -> int:
+    """The newest step before `below` that has a checkpoint and is a multiple of `every`; 0 for none."""
+    steps = (_step_of(path) for path in list_checkpoints(root))
+    return max((step for step in steps if step < below and step % every == 0), default=0)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def _set_aside(path: Path) -> None:

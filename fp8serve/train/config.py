@@ -23,10 +23,12 @@ from fp8serve.model.formats.file_formats import FileFormat
 from fp8serve.model.formats.peft import MAX_RANK
 from fp8serve.model.text.data_files import DATA, STDIN
 from fp8serve.options import About, check
+from fp8serve.train.methods.options import LossType, MethodName, ScaleRewards, check_method
+from fp8serve.train.reporting import ReportTool
 
 MasterWeights = Literal["model", "optimizer"]
 Packing = Literal["rows", "tokens"]
-OnDivergence = Literal["fail", "keep"]
+OnDivergence = Literal["fail", "keep", "return"]
 Schedule = Literal["cosine", "linear", "constant"]
 Which = Literal["last", "best"]
 Files = tuple[Annotated[str, Len(1)], ...]
@@ -37,7 +39,7 @@ RowLength = Annotated[int, Ge(2), Le(1 << 20)]  # tokens
 # often something is written or reported. Every other field changes the trained bits.
 _FREE_ON_RESUME = {
     *("model", "data", "eval_data", "eval_every", "out", "save_every", "save_minutes", "keep_last", "log_every"),
-    *("format", "on_divergence", "result"),
+    *("format", "on_divergence", "recompute", "report_to", "result", "reward", "grader_url", "reward_seconds"),
 }
 ADAPTER = ("lora_rank", "lora_alpha", "lora_targets", "dora", "lora_dropout")
 _OF_MASTERS = ("recipe_options", "amax_history_len", "master_weights", "format")
@@ -65,6 +67,8 @@ class TrainConfig:
 
     With `lora_rank` the model stays as it is and computes as it is served, under "delayed" by the scales that are
     stored with it; what is trained, and what `out/model/` holds, is an adapter (`train.lora`).
+
+    `method` says what is minimised and what the data are (`train.methods`).
     Raises JobError for a value that cannot be used.
     """
 
@@ -98,6 +102,9 @@ class TrainConfig:
     master_weights: Annotated[
         MasterWeights, About("FP32 weights in the model, or in the optimizer beside a BF16 model.")
     ] = "model"
+    recompute: Annotated[
+        bool, About("Keep the inputs of layers only for the backward pass, and compute the rest again.")
+    ] = False
     seed: Annotated[int, Ge(0), Le(2**31 - 1), About("Seed of the data order.")] = 0
     save_every: Annotated[
         int | None, Ge(1), Le(MANY), About("Steps between checkpoints.", unset="by --save-minutes")
@@ -105,6 +112,15 @@ class TrainConfig:
     save_minutes: Annotated[float, Gt(0), About("Minutes between checkpoints, without --save-every.")] = 10.0
     keep_last: Annotated[int, Ge(1), Le(1000), About("Newest checkpoints to keep.")] = 2
     log_every: Annotated[int, Ge(1)] = 1
+    report_to: Annotated[
+        tuple[ReportTool, ...],
+        About(
+            "Also write metrics for tensorboard or wandb, which must be installed.",
+            unset="none",
+            metavar="TOOL",
+            narrowed=tuple[str, ...],
+        ),
+    ] = ()
     eval_data: Annotated[Files, About("File to validate on.", unset="none", metavar="PATH")] = ()
     eval_every: Annotated[int | None, Ge(1), Le(MANY), About("Steps between validations.", unset="at the end")] = None
     patience: Annotated[
@@ -124,11 +140,67 @@ class TrainConfig:
     ] = ()
     dora: Annotated[bool, About("DoRA: train the lengths of the weights' rows, too.")] = False
     lora_dropout: Annotated[float, Ge(0), Lt(1), About("Dropout on the adapter's input.")] = 0.0
+    method: Annotated[
+        MethodName,
+        About(
+            "What is learnt: the next token (sft), which of two answers is better (dpo), or what earns a reward (grpo)."
+        ),
+    ] = "sft"
+    beta: Annotated[
+        float | None,
+        Gt(0),
+        Le(1000),
+        About("How the model is kept near the reference (dpo, grpo).", unset="0.1; simpo: 2; grpo: not at all"),
+    ] = None
+    loss_type: Annotated[
+        LossType | None,
+        About(
+            "Of a pair (dpo): sigmoid, sigmoid_norm, ipo, simpo; of answers (grpo): dapo, grpo, dr_grpo.",
+            unset="sigmoid; grpo: dapo",
+        ),
+    ] = None
+    label_smoothing: Annotated[float, Ge(0), Lt(0.5), About("Share of pairs that may be labelled wrongly (dpo).")] = 0.0
+    reference_free: Annotated[bool, About("Compare answers without a reference (dpo).")] = False
+    ld_alpha: Annotated[
+        float | None,
+        Ge(0),
+        Le(1),
+        About("Weight of the tokens by which one answer is longer than the other (dpo).", unset="1"),
+    ] = None
+    simpo_gamma: Annotated[float | None, Ge(0), Le(1000), About("Margin that simpo demands.", unset="1")] = None
+    num_generations: Annotated[int, Ge(2), Le(1024), About("Answers to a prompt (grpo).")] = 8
+    num_iterations: Annotated[int, Ge(1), Le(100), About("Updates by the answers of a step (grpo).")] = 1
+    max_completion_length: Annotated[
+        int | None, Ge(1), Le(1 << 20), About("Tokens of an answer (grpo).", unset="half of seq_len")
+    ] = None
+    temperature: Annotated[float, Ge(0.01), Le(100), About("At which answers are drawn (grpo).")] = 1.0
+    epsilon: Annotated[float, Gt(0), Lt(1), About("Clips the importance ratio (grpo).")] = 0.2
+    epsilon_high: Annotated[float | None, Gt(0), Le(100), About("Clips it above (grpo).", unset="as --epsilon")] = None
+    scale_rewards: Annotated[
+        ScaleRewards, About("Advantages are divided by the deviation of the group, of the step, or by nothing (grpo).")
+    ] = "group"
+    reward: Annotated[
+        str | None,
+        Len(1),
+        About("Python file with a function `reward(prompt, completion, row)` (grpo).", "none", metavar="FILE"),
+    ] = None
+    grader_url: Annotated[
+        str | None, Len(1, 2048), About("Address that gives the rewards instead (grpo).", unset="none", metavar="URL")
+    ] = None
+    reward_seconds: Annotated[
+        float, Gt(0), Le(86400), About("How long a reward may take (grpo): an answer's by a file, a step's by a URL.")
+    ] = 60.0
     device: Annotated[str, Len(1), About("cpu or cuda.")] = "cpu"
     template_date: Annotated[
         str | None, About("Date that chat templates are told.", unset="day of the first checkpoint", metavar="DATE")
     ] = None
-    on_divergence: Annotated[OnDivergence, About("Whether a run that made the model worse gives a model.")] = "fail"
+    on_divergence: Annotated[
+        OnDivergence,
+        About(
+            "A run that made the model worse fails, or gives a model all the same (keep). One that diverges goes back "
+            "to its last good checkpoint, and on with a larger margin, then with current scaling (return)."
+        ),
+    ] = "fail"
 
     def __post_init__(self) -> None:
         recipe.from_name(self.recipe)  # an unknown name first
@@ -143,12 +215,21 @@ class TrainConfig:
         if STDIN in (*self.data, *self.eval_data):
             raise JobError("Data are read again when a run goes on, so standard input ('-') will not do; name a file.")
         _check_recipe(self)
-        _check_adapter(self)
+        changed = _changed(self)
+        _check_adapter(self, changed)
+        if self.on_divergence == "return":
+            _check_return(self)
+        check_method(self, changed)
 
     @property
     def today(self) -> date | None:
         """`template_date` as a date."""
         return None if self.template_date is None else date.fromisoformat(self.template_date)
+
+    @property
+    def divides(self) -> bool:
+        """Whether several processes can take a step together: its items are known beforehand."""
+        return self.method != "grpo"
 
     @property
     def fp8_recipe(self) -> Recipe | None:
@@ -199,14 +280,27 @@ def _check_recipe(config: TrainConfig) -> None:
         raise RecipeError("Served models compute their scales unrounded; leave power_2_scale off in training.")
 
 
-def _check_adapter(config: TrainConfig) -> None:
-    usual = {f.name: f.default for f in dataclasses.fields(config)}
-    given = [n for n in ADAPTER if getattr(config, n) != usual[n]]
+def _changed(config: TrainConfig) -> frozenset[str]:
+    """The fields that have another value than their default."""
+    return frozenset(f.name for f in dataclasses.fields(config) if getattr(config, f.name) != f.default)
+
+
+def _check_adapter(config: TrainConfig, changed: frozenset[str]) -> None:
+    given = [n for n in ADAPTER if n in changed]
     if config.lora_rank is None and given:
         raise JobError(f"{given[0]} is an adapter's; give lora_rank, too, or leave it out.")
-    changed = [n for n in _OF_MASTERS if getattr(config, n) not in (usual[n], None, {})]
-    if config.lora_rank is not None and changed:
-        raise JobError(f"{changed[0]} is of a model's own training, and lora_rank leaves it as it is; leave one out.")
+    foreign = [n for n in _OF_MASTERS if n in changed and getattr(config, n) not in (None, {})]
+    if config.lora_rank is not None and foreign:
+        raise JobError(f"{foreign[0]} is of a model's own training, and lora_rank leaves it as it is; leave one out.")
+
+
+def _check_return(config: TrainConfig) -> None:
+    given = 'on_divergence="return"'
+    if config.recipe != "delayed" or config.lora_rank is not None:
+        what = f"the recipe {config.recipe!r}" if config.lora_rank is None else "an adapter"
+        raise JobError(f'{given} changes the margin of delayed scaling, which {what} does not have; use "fail".')
+    if config.save_every is None:
+        raise JobError(f"{given} goes back to checkpoints at fixed steps; give save_every, too.")
 
 
 def _date(name: str, value: Any) -> None:

@@ -1,25 +1,24 @@
-"""Files become rows: what a training step may learn from, and how much of it that is. No torch here.
+"""Rows and items: what a training step may learn from, and how much of it that is. No torch here.
 
 A row is one document as token ids plus a mask of the tokens that carry loss: all of a text, only the completion of a
-prompt, only what the assistant says in a chat (`model.examples` decides which, for calibration as for training).
-
-A text longer than the context is cut into windows that overlap by one token: every token is a target once. A prompt or
-chat that is longer is truncated, and counted. A row in which no token carries loss teaches nothing and is dropped, and
-counted; when that is every row, it is a DataError. Rows are held in memory, 5 bytes a token.
+prompt, only what the assistant says in a chat (`model.examples` decides which, for calibration as for training). An
+item of a method is one such row or several (`methods.interface`). Rows are held in memory, 5 bytes a token.
 """
 
 import hashlib
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from fp8serve.errors import DataError, ModelError
 from fp8serve.model.config.decoder import ModelConfig
-from fp8serve.model.text.examples import Example, TextExample, TokenizedExample, read_examples, tokenize
 from fp8serve.model.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from fp8serve.train.methods.interface import Reader
 
 
 @dataclass(frozen=True)
@@ -37,10 +36,37 @@ class Row:
     def trainable(self) -> int:
         return int(self.loss[1:].sum())
 
+    @property
+    def rows(self) -> "tuple[Row, ...]":
+        """A row is an item of one."""
+        return (self,)
+
+    @property
+    def beside(self) -> bytes:
+        """Nothing but the row is learnt from."""
+        return b""
+
+
+class Item(Protocol):
+    """The unit that a step counts; the numbers are those of all its rows."""
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def trainable(self) -> int: ...
+
+    @property
+    def rows(self) -> tuple[Row, ...]: ...
+
+    @property
+    def beside(self) -> bytes:
+        """What else decides what is learnt from the item; b"" for nothing."""
+
 
 @dataclass(frozen=True)
 class RowCounts:
-    """What the files hold. tokens: inputs per epoch; trainable_tokens: those whose successor carries loss."""
+    """The contents of the files. tokens: inputs per epoch; trainable_tokens: those whose successor carries loss."""
 
     examples: int
     rows: int
@@ -54,44 +80,27 @@ class RowCounts:
         return self.trainable_tokens / self.tokens if self.tokens else 0.0
 
 
-def load_rows(paths: Sequence[str], tokenizer: Tokenizer, seq_len: int) -> tuple[list[Row], RowCounts]:
+def load_items(
+    reader: "Reader[Any, Any]", paths: Sequence[str], tokenizer: Tokenizer, seq_len: int
+) -> tuple[list[Any], RowCounts]:
     """Read and tokenize `paths`. Raises DataError for a bad file or line, and when no row has a token to learn."""
-    examples = read_examples(paths)
-    rows, report = rows_of(examples, tokenizer, seq_len)
-    if not rows:
+    examples = [example for path in paths for example in reader.file(path)]
+    items, report = reader.items(examples, tokenizer, seq_len)
+    if not items:
         raise DataError(
             f"None of the {report.examples} examples in {', '.join(paths)} has a token to learn from within seq_len "
             f"{seq_len}; check that completions or assistant turns are there and raise seq_len if prompts fill it."
         )
-    return rows, report
+    return items, report
 
 
-def rows_of(examples: Sequence[Example], tokenizer: Tokenizer, seq_len: int) -> tuple[list[Row], RowCounts]:
-    """The rows that have something to learn, in the order of `examples`, and the count of those that have not."""
-    rows: list[Row] = []
-    truncated = dropped = 0
-    for example in examples:
-        whole = tokenize(example, tokenizer, sys.maxsize)
-        truncated += not isinstance(example, TextExample) and len(whole.ids) > seq_len + 1
-        made = [row for row in _rows(example, whole, seq_len) if row.trainable]
-        dropped += not made
-        rows += made
-    tokens, trainable = sum(r.tokens for r in rows), sum(r.trainable for r in rows)
-    return rows, RowCounts(len(examples), len(rows), tokens, trainable, dropped, truncated)
-
-
-def _rows(example: Example, whole: TokenizedExample, seq_len: int) -> Iterator[Row]:
-    ids, loss = np.asarray(whole.ids, dtype=np.int32), np.asarray(whole.loss_mask, dtype=np.bool_)
-    windows = range(0, max(1, len(ids) - 1), seq_len) if isinstance(example, TextExample) else [0]
-    for start in windows:
-        yield Row(ids[start : start + seq_len + 1], loss[start : start + seq_len + 1])
-
-
-def fingerprint(rows: Sequence[Row]) -> str:
-    """SHA-256 over every id and mask: two runs see the same data when it is equal."""
+def fingerprint(items: Sequence[Item]) -> str:
+    """SHA-256 over every id, mask and `beside`: two runs see the same data when it is equal."""
     digest = hashlib.sha256()
-    for row in rows:
-        digest.update(len(row.ids).to_bytes(8, "little") + row.ids.tobytes() + row.loss.tobytes())
+    for item in items:
+        for row in item.rows:
+            digest.update(len(row.ids).to_bytes(8, "little") + row.ids.tobytes() + row.loss.tobytes())
+        digest.update(item.beside)
     return digest.hexdigest()
 
 

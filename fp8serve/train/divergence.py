@@ -2,19 +2,24 @@
 
 Single steps are a poor witness, for each sees other rows. So the first microbatch is evaluated once before training and
 once at the end. Those rows were trained on: their loss falls. A run has diverged when it is not finite, when it rose by
-more than one nat (each token became less than 1/e times as likely), or when no step was taken at all. Where rows are
-held out, a run has failed, too, when its model ends with a higher loss on them than it began with.
+more than 1 (in supervised training a nat: each token became less than 1/e times as likely), or when no step was taken
+at all. Where rows are held out, a run has failed, too, when its model ends with a higher loss on them than it began
+with. A run that may go back (`train.fallback`) is judged in the same way before each checkpoint, by its first rows.
 """
 
 import math
 from dataclasses import dataclass
 
-RISE = 1.0  # nats per token
+RISE = 1.0
+
+
+class DivergenceError(Exception):
+    """A run is to go back to its last good checkpoint; says why. Never leaves the trainer."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Losses of the first microbatch in nats per target; before is None when it was not measured."""
+    """Mean losses of the first microbatch; before is None when it was not measured."""
 
     before: float | None
     after: float
@@ -28,11 +33,18 @@ class Outcome:
         """Why the run has failed, in words; None when it has not."""
         if self.steps and self.skipped == self.steps:
             return f"Training diverged: the gradients of all {self.steps} steps were not finite, so nothing was learnt"
-        if not math.isfinite(self.after):
-            return f"Training diverged: the loss of its first rows is {self.after} after the last step"
-        if self.before is not None and self.after > self.before + RISE:
-            return f"Training diverged: the loss of its first rows rose from {self.before:.2f} to {self.after:.2f}"
+        if (why := self.divergence) is not None:
+            return why
         before, after = self.held_out_before, self.held_out_after
         if before is not None and after is not None and after > before:
             return f"Training made the model worse: its loss on held-out rows rose from {before:.4f} to {after:.4f}"
+        return None
+
+    @property
+    def divergence(self) -> str | None:
+        """Why the model as it is now is past help, in words; None when it is not."""
+        if not math.isfinite(self.after):
+            return f"Training diverged: the loss of its first rows is {self.after} after step {self.steps}"
+        if self.before is not None and self.after > self.before + RISE:
+            return f"Training diverged: the loss of its first rows rose from {self.before:.2f} to {self.after:.2f}"
         return None

@@ -5,9 +5,12 @@ the serving scales, and weights are quantized from the same high-precision value
 computes what the trainer's own evaluation computed, bit for bit. Recipes that take scales from the tensors need none
 stored; a run whose forward pass was not in FP8 becomes a BF16 directory, one that trained an adapter the files of that
 adapter. Weights are read lazily, one tensor in memory at a time.
+
+    python -m fp8serve.train.export CHECKPOINT OUT    for a process that loads no torch; one sentence says what is wrong
 """
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fp8serve import __version__
-from fp8serve.errors import JobError
+from fp8serve.errors import Fp8ServeError, JobError
 from fp8serve.fp8.recipe import Recipe, delayed
 from fp8serve.model.checkpoint import ScalingCheckpoint, TensorScale, open_checkpoint
 from fp8serve.model.export import write_calibrated, write_hf_directory
@@ -58,6 +61,9 @@ def _adapter(source: Path, out: Path, config: TrainConfig, meta: Mapping[str, An
     return out
 
 
+_SCALING = ("recipe", "recipe_options", "amax_history_len")
+
+
 def served_in_fp8(recipe: Recipe | None) -> bool:
     """Whether the forward pass that was trained ran in FP8."""
     return recipe is not None and not recipe.override_linear_precision[0]
@@ -67,6 +73,8 @@ def training_record(meta: Mapping[str, Any]) -> str:
     """`training.json`: how the model came to be; no times, so that equal runs write equal directories."""
     progress = meta["progress"]
     kept = {k: progress[k] for k in ("step", "trained_tokens", "skipped", "metrics")}
+    if progress.get("returns"):  # then its scales are not those that the job asked for
+        kept |= {"returns": progress["returns"], "trained_with": {k: meta["config"][k] for k in _SCALING}}
     return json.dumps({**kept, "config": meta["identity"]["config"], "data": meta["identity"]["data"]}, indent=2) + "\n"
 
 
@@ -112,3 +120,17 @@ def _as_computed(source: Path, config: TrainConfig) -> Mapping[str, Tensor]:
     """The weights as the quantizer saw them: FP32 where the model holds the masters, else BF16."""
     masters = open_checkpoint(source)
     return masters if config.master_weights == "model" else _Rounded(masters)
+
+
+def main(arguments: list[str]) -> int:
+    """The exit status."""
+    try:
+        export(*arguments)
+    except Fp8ServeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -11,39 +11,50 @@ The terms of the loss are log-probabilities with the bits that a server of the s
 `Forward.differences` says where that cannot be (model/parity.py).
 """
 
-from collections.abc import Iterator, Sequence
-from typing import cast
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.autocast import autocast
+from fp8serve.fp8.distributed import default_group
 from fp8serve.fp8.dpa import DotProductAttention
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.lora import LoraLinear
 from fp8serve.fp8.own_linear import own_products, use_own_products
-from fp8serve.fp8.recipe import Recipe, attends_in_fp8, unreduced
+from fp8serve.fp8.recipe import Recipe, attends_in_fp8, delayed, reduced
 from fp8serve.fp8.served_attention import KvScale, served_attention
+from fp8serve.fp8.session import Session, common
 from fp8serve.fp8.stateful import Stateful
+from fp8serve.fp8.steps import one_update
 from fp8serve.model.building import Model
 from fp8serve.model.config.mixture import keeps_fp32
-from fp8serve.model.network.decoder import rotated
+from fp8serve.model.network.decoder import Attend, rotated
 from fp8serve.model.network.experts import Expert, Experts, every_expert, mixtures
 from fp8serve.model.parity import differences
+from fp8serve.ranks import ALONE, Ranks
 from fp8serve.train.batch import PackedBatch
+
+Logits = Callable[[PackedBatch], Tensor]
+"""FP32 [P, vocab] of the positions of a batch that are to predict."""
 
 
 class Network(nn.Module):
     """batch -> FP32 logits [P, vocab] of the positions that are to predict.
 
     cache: the scales of every layer's keys and values, for attention as a server with an FP8 cache computes it.
+    recompute: see `Forward`.
     """
 
-    def __init__(self, decoder: Model, cache: Sequence[KvScale] | None = None) -> None:
+    def __init__(self, decoder: Model, cache: Sequence[KvScale] | None = None, recompute: bool = False) -> None:
         super().__init__()
-        self.decoder = decoder
+        self.decoder, self.recompute = decoder, recompute
         # where attention is over latent vectors, keys and values lie in one cache, with the keys' scale
         shared = cache is not None and decoder.config.latent is not None
         self.cache = [KvScale.of(scale.k, scale.k) for scale in cache or ()] if shared else cache
@@ -54,40 +65,64 @@ class Network(nn.Module):
 
     def hidden(self, batch: PackedBatch) -> Tensor:
         """[T, hidden], after the final norm."""
+        options = [self.decoder.attention_options(layer) for layer in range(self.decoder.config.num_layers)]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            inputs = q, k, v, batch.lengths, *self.decoder.attention_options(layer)
+            inputs = q, k, v, batch.lengths, *options[layer]
             if self.cache is not None:
                 return served_attention(*inputs, scale=self.cache[layer])
             return self.attention[layer](*inputs)  # type: ignore[no-any-return]
 
+        if self.recompute and torch.is_grad_enabled():
+            return self._recomputed(batch, rotated(attend))
         return self.decoder(batch.token_ids, batch.positions, rotated(attend))  # type: ignore[no-any-return]
+
+    def _recomputed(self, batch: PackedBatch, attend: Attend) -> Tensor:
+        """The same, part by part. A part is given its weights by hand, for at its second run those of the caller's
+        `functional_call` are gone.
+        """
+        x = self.decoder.enter(batch.token_ids)
+        places = self.decoder.places(batch.positions, x.dtype)
+        for part, place in zip(self.decoder.parts, places, strict=True):
+            weights, given = dict(part.named_parameters()), (x, place, attend)
+            x = checkpoint(functional_call, part, weights, given, use_reentrant=False)
+        return self.decoder.leave(x)
 
 
 class Forward:
     """Runs a network under a recipe (None: high precision) with BF16 activations; its linears are converted already.
 
-    cache: see `Network`. Linears that are not converted become `OwnLinear`, in place.
+    cache: see `Network`. Linears that are not converted become `OwnLinear`, in place. `ranks`: the processes that take
+    steps together; delayed scales are those of all of them. `recompute`: for the backward pass the inputs of layers are
+    kept only, and the rest is computed again: less memory for the same bits, and more time.
     """
 
-    def __init__(self, decoder: Model, recipe: Recipe | None, cache: Sequence[KvScale] | None = None) -> None:
+    def __init__(
+        self,
+        decoder: Model,
+        recipe: Recipe | None,
+        cache: Sequence[KvScale] | None = None,
+        ranks: Ranks = ALONE,
+        recompute: bool = False,
+    ) -> None:
         if cache is not None and attends_in_fp8(recipe):
             raise RecipeError("fp8_dpa and fp8_mha round keys by themselves; leave the scales of a cache out.")
-        self.network = Network(decoder, cache)
+        self.network = Network(decoder, cache, recompute)
         self.recipe = recipe
         self.device = decoder.embedding.weight.device.type
         if own_products(self.device):
             use_own_products(decoder)
-        self._run_by = unreduced(recipe)  # a run is one process, also in a script that torchrun has started
-        self._linears = {name: m for name, m in decoder.named_modules() if isinstance(m, Linear)}
-        self._as_is = {f"decoder.{name}.weight" for name in self._linears} if recipe is not None else set()
+        self._run_by = reduced(recipe, ranks.size > 1)  # a run alone stays so in a script that torchrun has started
+        self._session = common() if delayed(recipe) is None else Session(self.network)
+        self.linears = {name: m for name, m in decoder.named_modules() if isinstance(m, Linear)}
+        self._as_is = {f"decoder.{name}.weight" for name in self.linears} if recipe is not None else set()
         self._as_is |= {name for name, _ in self.network.named_parameters() if keeps_fp32(name)}
         adapters = {f"decoder.{name}" for name, m in decoder.named_modules() if isinstance(m, LoraLinear)}
         self._as_is |= {name for name, _ in self.network.named_parameters() if name.rpartition(".")[0] in adapters}
 
     def scaled(self) -> Iterator[tuple[str, Stateful]]:
         """Every module that keeps scales, by its name in the model."""
-        yield from self._linears.items()
+        yield from self.linears.items()
         if attends_in_fp8(self.recipe):
             for layer, attention in enumerate(self.network.attention):
                 yield f"model.layers.{layer}.self_attn", cast(DotProductAttention, attention)
@@ -105,23 +140,31 @@ class Forward:
 
         is_first_microbatch: of those whose gradients accumulate, see `autocast`.
         """
-        with autocast(enabled=self.recipe is not None, recipe=self._run_by, is_first_microbatch=is_first_microbatch):
+        rules: dict[str, Any] = {"recipe": self._run_by, "session": self._session}
+        with autocast(enabled=self.recipe is not None, is_first_microbatch=is_first_microbatch, **rules):
             return self._logits(batch)
+
+    def one_update(self) -> AbstractContextManager[None]:
+        """Forward and backward passes inside are one step: delayed scales change at its end, once."""
+        rules = delayed(self._run_by)
+        return nullcontext() if rules is None else one_update(self._session, rules, default_group())
 
     def _logits(self, batch: PackedBatch) -> Tensor:
         weights = {n: p if n in self._as_is else p.to(torch.bfloat16) for n, p in self.network.named_parameters()}
-        return torch.func.functional_call(self.network, weights, (batch,))  # type: ignore[no-any-return]
+        return functional_call(self.network, weights, (batch,))  # type: ignore[no-any-return]
 
-    def observe(self, batch: PackedBatch, targets: int) -> None:
+    def observe(self, loss: Callable[[Logits], Tensor]) -> None:
         """Forward and backward in high precision that only record amaxes, of gradients too, into the delayed states.
 
-        `targets`: of the whole step, so that gradients have the size they will have. Leaves no gradient behind. Every
-        expert of a mixture sees every token; a gradient of one that no token chose begins with the scale of another's.
+        `loss` is given what makes logits of a batch; it returns the loss of a whole step, divided as there, so that
+        gradients have the size they will have. Leaves no gradient behind. Every expert of a mixture sees every token; a
+        gradient of one that no token chose begins with the scale of another's.
         """
-        calibrating = autocast(enabled=False, recipe=self._run_by, calibrating=True)
-        with calibrating, every_expert(self.network):
-            loss, _ = summed_loss(self._logits(batch), batch.targets)
-        (loss / targets).backward()  # type: ignore[no-untyped-call]
+        calibrating = autocast(enabled=False, recipe=self._run_by, calibrating=True, session=self._session)
+        with every_expert(self.network):  # in the backward pass, too, which may run layers again
+            with calibrating:
+                found = loss(self._logits)
+            found.backward()  # type: ignore[no-untyped-call]
         self.network.zero_grad(set_to_none=True)
         for mixture in mixtures(self.network).values():
             _lend_gradient_scales(mixture)
@@ -144,3 +187,8 @@ def summed_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """(sum of the cross-entropies in nats, number of positions whose likeliest token is the target)."""
     hits = (logits.detach().argmax(-1) == targets).sum()
     return cross_entropy(logits, targets, reduction="sum"), hits
+
+
+def mean_loss(batch: PackedBatch) -> Callable[[Logits], Tensor]:
+    """What makes the mean of `summed_loss` over the targets of `batch`, for `Forward.observe`."""
+    return lambda logits: summed_loss(logits(batch), batch.targets)[0] / len(batch.targets)

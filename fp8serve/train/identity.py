@@ -1,7 +1,7 @@
-"""What makes two runs the same job: its numbers, its data and the model it starts from; a resume is held to them.
+"""What identifies a job: its numbers, its data and the model it starts from; a resumed run must have the same ones.
 
-A resumed run needs nothing of the base model any more, so a directory that is gone is no obstacle, but one that holds
-another model is: it would be ignored in silence. How long a run goes on (`epochs`, `max_steps`) may change.
+A resumed run no longer needs the base model, so its directory may be gone. But a directory with another model is an
+error, because it would be ignored silently. The length of a run (`epochs`, `max_steps`) may change.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from fp8serve.train.config import LENGTH, TrainConfig
 
 
 def dated(config: TrainConfig, latest: Path | None) -> TrainConfig:
-    """The configuration with the date that templates are told: its own, else the checkpoint's, else today's."""
+    """The configuration with the date for templates: its own, else the checkpoint's, else today's."""
     if config.template_date is not None:
         return config
     saved = read_json(latest / "trainer.json", JobError)["config"].get("template_date") if latest else None
@@ -27,7 +27,7 @@ def dated(config: TrainConfig, latest: Path | None) -> TrainConfig:
 
 
 def identity_of(config: TrainConfig, data: str, latest: Path | None) -> dict[str, Any]:
-    """{"config", "data", "model"} of a run; the model's is the checkpoint's where the base model is gone."""
+    """{"config", "data", "model"} of a run; "model" comes from the checkpoint if the base model is gone."""
     model = model_digest(Path(config.model))
     if model is None and latest is not None:
         model = read_json(latest / "trainer.json", JobError)["identity"].get("model")
@@ -35,7 +35,8 @@ def identity_of(config: TrainConfig, data: str, latest: Path | None) -> dict[str
 
 
 def model_digest(directory: Path) -> str | None:
-    """32 hex digits of all that a run takes from a base model: weights, scales, tokenizer; None where there is none."""
+    """32 hex digits of everything that a run reads from a base model: weights, scales, tokenizer; None if it is
+    gone."""
     if not (directory / "config.json").exists():
         return None
     digest = hashlib.sha256(fingerprint(directory).encode())
@@ -48,7 +49,7 @@ def model_digest(directory: Path) -> str | None:
 def check_same_job(now: Mapping[str, Any], then: Mapping[str, Any], path: Path) -> None:
     """Raises JobError, naming the first difference, when the checkpoint `path` is of another job.
 
-    What an older version did not write down cannot be compared.
+    Values that an older version did not record are not compared.
     """
     for key, value in now["config"].items():
         if key not in LENGTH and key in then["config"] and then["config"][key] != value:

@@ -1,4 +1,4 @@
-"""The process a job runs in: `python -m fp8serve.train.job_process JOB_DIR`.
+"""The process a job runs in: `python -m fp8serve.train.job_process [--procs N] JOB_DIR`.
 
     JOB_DIR/job.json      in   the TrainConfig
     JOB_DIR/events.jsonl  out  one event a line (`train.events`), `id` rising by one across restarts, and `created_at`
@@ -6,67 +6,37 @@
     JOB_DIR/worker.lock   a file lock held while the process lives: who can take it knows that no worker runs
 
 Exit status: 0 the job is done, 1 it failed (the last event is the one-sentence error), 2 wrong usage, 3 it was told to
-stop (SIGTERM or SIGINT), wrote a checkpoint and can be started again. Starting it again after any end, kill -9 and
-power loss included, goes on from the last whole checkpoint with the same bits; steps that are taken again are not
-logged again. An event is on the disk before the next step starts, so a reader never sees one that a crash takes back; a
-line cut by a crash is removed at the next start.
+stop (SIGTERM or SIGINT), wrote a checkpoint and can be started again, 4 processes of it died too often. Starting it
+again after any end, kill -9 and power loss included, goes on from the last whole checkpoint with the same bits; steps
+that are taken again are not logged again, unless a run that diverged went back to take them in another way. An event is
+on the disk before the next step starts, so a reader never sees one that a crash takes back; a line cut by a crash is
+removed at the next start.
+
+With --procs the steps are taken by N further processes (`train.group`), as far as a step has microbatches for them.
+This one holds worker.lock and passes signals on; rank 0 writes the rest. Another N at the next start makes no
+difference.
 """
 
-import json
 import os
 import signal
 import sys
-import time
 import traceback
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 from fp8serve.ending import end_process
-from fp8serve.errors import Fp8ServeError, JobError
-from fp8serve.model.storage.files import fsync
+from fp8serve.errors import Fp8ServeError, GroupError, JobError
+from fp8serve.model.storage.files import whole_file
 from fp8serve.model.storage.lock import take_lock
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.events import Event, message
+from fp8serve.train.event_log import EVENTS, logged
+from fp8serve.train.events import Event, OnEvent, message
 
 if TYPE_CHECKING:
     from fp8serve.train.trainer import TrainResult
 
-EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 0, 1, 2, 3
-
-
-class EventLog:
-    """Append-only events.jsonl: durable line by line, free of duplicates after a resume."""
-
-    def __init__(self, path: Path) -> None:
-        past = _whole_lines(path)
-        self._next = past[-1]["id"] + 1 if past else 1
-        self._logged = max((e["step"] for e in past if e["type"] == "metrics"), default=0)
-        self._file = path.open("a", encoding="utf-8")
-        fsync(path.parent)
-
-    def __call__(self, event: Event) -> None:
-        if event["type"] == "metrics" and event["step"] <= self._logged:
-            return
-        line = {"id": self._next, "created_at": int(time.time()), **event}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._next += 1
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _whole_lines(path: Path) -> list[dict[str, Any]]:
-    """The events in the file; what follows the last newline was cut by a crash and is removed."""
-    if not path.exists():
-        return []
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        os.truncate(path, len(whole))
-    return [json.loads(line) for line in whole.splitlines()]
+EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED, EXIT_DIED = 0, 1, 2, 3, 4
 
 
 class _Stop:
@@ -85,21 +55,52 @@ class _Stop:
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 1 or not Path(arguments[0]).is_dir():
-        print("usage: python -m fp8serve.train.job_process JOB_DIR (a directory that holds job.json)", file=sys.stderr)
+    *options, name = arguments or [""]
+    count = options[1] if len(options) == 2 and options[0] == "--procs" else "" if options else "1"
+    if not count.isdecimal() or int(count) < 1 or not (name and Path(name).is_dir()):
+        usage = "usage: python -m fp8serve.train.job_process [--procs N] JOB_DIR (a directory that holds job.json)"
+        print(usage, file=sys.stderr)
         return EXIT_USAGE
-    directory = Path(arguments[0])
+    directory = Path(name)
     try:
         lock = _take_lock(directory / "worker.lock")
     except Fp8ServeError as error:
         print(error, file=sys.stderr)
         return EXIT_FAILED
     with lock:
-        log = EventLog(directory / "events.jsonl")
-        try:
-            return _work(directory, log)
-        finally:
-            log.close()
+        if (directory / "result.json").exists():
+            return EXIT_DONE
+        used = processes(directory, int(count))
+        return as_rank([name]) if used == 1 else _group(name, used)
+
+
+def processes(directory: Path, most: int) -> int:
+    """As many as a step has microbatches; one for a job that will say what is wrong with it."""
+    try:
+        config = job_config(directory)
+    except Fp8ServeError:
+        return 1
+    return min(most, config.accumulate) if config.divides else 1
+
+
+def _group(job: str, count: int) -> int:
+    from fp8serve.train.group import run_group
+
+    try:
+        status = run_group(count, "fp8serve.train.job_process:as_rank", [job])
+    except GroupError as error:
+        print(error, file=sys.stderr)
+        return EXIT_DIED
+    return EXIT_STOPPED if status is None else status
+
+
+def as_rank(arguments: list[str]) -> int:
+    """JOB_DIR: run the job, alone or as one of the ranks that torch's launcher has started."""
+    directory = Path(arguments[0])
+    if os.environ.get("RANK", "0") != "0":
+        return _work(directory, _ignore)
+    with logged(directory / EVENTS) as log:
+        return _work(directory, log)
 
 
 def _take_lock(path: Path) -> IO[str]:
@@ -110,30 +111,45 @@ def _take_lock(path: Path) -> IO[str]:
     return lock
 
 
-def _work(directory: Path, log: EventLog) -> int:
-    if (directory / "result.json").exists():
-        return EXIT_DONE
+def _ignore(event: Event) -> None:
+    """Rank 0 tells."""
+
+
+def _work(directory: Path, log: OnEvent) -> int:
     try:
         result = _train(directory, log)
+    except GroupError:  # the group starts again
+        raise
     except Fp8ServeError as error:
         log(message("error", str(error), level="error"))
         return EXIT_FAILED
     except Exception as error:  # the owner is told in one sentence, the developer on standard error
+        if "RANK" in os.environ:
+            raise
         traceback.print_exc()
         log(message("error", f"The trainer failed: {type(error).__name__}: {error}".split("\n")[0], level="error"))
         return EXIT_FAILED
     if result.status == "stopped":
         return EXIT_STOPPED
-    write_result(directory / "result.json", result.to_json())
+    if log is not _ignore:
+        with whole_file(directory / "result.json") as file:
+            file.write_text(result.to_json(), encoding="utf-8")
     return EXIT_DONE
 
 
-def _train(directory: Path, log: EventLog) -> "TrainResult":
+def _train(directory: Path, log: OnEvent) -> "TrainResult":
     stop = _Stop()
-    config = TrainConfig.from_json(_job_text(directory / "job.json"))
-    from fp8serve.train.trainer import Trainer  # loads torch: after the lock is held and the job is read
+    config = job_config(directory)
+    from fp8serve.ranks import torchrun  # loads torch: after the lock is held and the job is read
+    from fp8serve.train.trainer import Trainer
 
-    return Trainer(config).run(log, stop)
+    with torchrun(config.device) as ranks:
+        return Trainer(config, ranks).run(log, stop)
+
+
+def job_config(directory: Path) -> TrainConfig:
+    """What a job's directory says that the job is. JobError: nothing that can be understood."""
+    return TrainConfig.from_json(_job_text(directory / "job.json"))
 
 
 def _job_text(path: Path) -> str:
@@ -141,15 +157,6 @@ def _job_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise JobError(f"The job description {path} cannot be read: {error}.") from error
-
-
-def write_result(path: Path, text: str) -> None:
-    """Whole or not at all: temporary sibling, fsync, rename, fsync of the directory."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    fsync(temporary)
-    temporary.rename(path)
-    fsync(path.parent)
 
 
 if __name__ == "__main__":

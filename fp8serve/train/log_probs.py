@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens with the bits that a server on a CPU returns, by the forward pass of training.
 
-For whoever compares the two: a reinforcement trainer whose importance ratios must begin at 1, or a test. A run's own
-`Forward` gives them with gradients (`Forward.log_probs`).
+It is for code that compares the two: a reinforcement trainer whose importance ratios must begin at 1, or a test. A
+run's own `Forward` gives them with gradients (`Forward.log_probs`).
 """
 
 from collections.abc import Callable, Sequence
@@ -39,14 +39,14 @@ def log_probs(
     kv_cache_dtype: KvDtype = "bf16",
     max_model_len: int | None = None,
 ) -> list[Tensor]:
-    """Of every sequence's token ids [n] the log-probabilities FP32 [n - 1] of all but the first, each given those
-    before it.
+    """For every sequence of token ids [n], the log-probabilities FP32 [n - 1] of all tokens but the first, each given
+    those before it.
 
     model: a model directory, computed as `fp8serve serve` with these options computes it, or a trainer's forward pass,
-    which takes no options. Equal to the last bit to what a server returns for prompt and answer, however it cut the
-    prompt, batched or cached; RecipeError where that cannot be, with the reason. RequestError for a sequence without a
-    token, with one that the model does not have, or longer than the model takes; ModelError, ScalesError for a
-    directory that cannot be served so.
+    which takes no options. The values equal those of a server for prompt and answer to the last bit, however it divides
+    the prompt, batches or caches; RecipeError, with the reason, if that is impossible. RequestError for a sequence
+    without tokens, with a token that the model does not have, or longer than the model takes; ModelError, ScalesError
+    for a directory that cannot be served with these options.
     """
     if isinstance(model, Forward):
         if (recipe, scales, kv_cache_dtype, max_model_len) != ("stored", None, "bf16", None):

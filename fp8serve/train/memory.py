@@ -4,9 +4,11 @@ Counted are the matrices of every family here: attention that is latent or not, 
 nor are the masks and buffers of a model that transformers computes.
 """
 
+from fp8serve.errors import JobError
 from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.config.mixture import Experts
 from fp8serve.train.config import TrainConfig
+from fp8serve.train.methods.options import longest_answer
 
 HIDDEN_BYTES, MIDDLE_BYTES = (
     30,
@@ -24,8 +26,13 @@ def memory_estimate(model: ModelConfig, config: TrainConfig, tokens: int, fracti
     logits, their gradient and the BF16 product, for tokens that carry loss.
 
     In the backward pass activations go as gradients come, so the peak has the larger of the two; where gradients are
-    accumulated those of the microbatch before are there from the start, and it has both.
+    accumulated those of the microbatch before are there from the start, and it has both. With answers that are written
+    first (grpo), `tokens` are the prompts'; engine: the weights and the cache of what writes them.
     """
+    if config.method == "grpo":
+        answers = config.batch_size * config.num_generations * longest_answer(config)
+        tokens = config.num_generations * tokens + answers
+        fraction = answers / tokens
     if config.lora_rank is not None:
         return _of_adapter(model, config, tokens, fraction)
     linears, others = parameter_counts(model)
@@ -36,12 +43,25 @@ def memory_estimate(model: ModelConfig, config: TrainConfig, tokens: int, fracti
         "weights": every * (12 if in_model else 14),
         "gradients": every * (4 if in_model else 6),
         "casts": 2 * others + linears * (1 if once else 2),
-        "activations": tokens * _activations(model),
+        "activations": tokens * _kept(model, config),
         "logits": int(tokens * fraction) * model.vocab_size * 12,
     }
+    if config.method == "grpo":
+        parts["engine"] = linears * (2 if recipe is None else 1) + 2 * others + 4 * tokens * _cached(model)
     passing = parts["activations"] + parts["logits"]
     both = max(parts["gradients"], passing) if config.accumulate == 1 else parts["gradients"] + passing
-    return {**parts, "total": parts["weights"] + parts["casts"] + both}
+    return {**parts, "total": parts["weights"] + parts["casts"] + parts.get("engine", 0) + both}
+
+
+def check_recompute(config: TrainConfig, model: ModelConfig) -> None:
+    """JobError where nothing would be saved: a model that transformers computes is one piece to us."""
+    if config.recompute and model.computed_by is not None:
+        raise JobError("recompute repeats layer by layer, and transformers computes this model whole; leave it out.")
+
+
+def _cached(model: ModelConfig) -> int:
+    """Elements that a token's keys have in all layers; its values have as many."""
+    return model.num_layers * model.num_kv_heads * model.head_dim
 
 
 def _of_adapter(model: ModelConfig, config: TrainConfig, tokens: int, fraction: float) -> dict[str, int]:
@@ -53,7 +73,7 @@ def _of_adapter(model: ModelConfig, config: TrainConfig, tokens: int, fraction: 
         "weights": linears * (2 if config.recipe == "bf16" else 1) + 2 * others + 12 * adapter,
         "gradients": 4 * adapter,
         "casts": model.hidden_size * model.intermediate_size,  # the transpose of the largest weight
-        "activations": tokens * (_activations(model) + 2 * rank * 7 * model.num_layers),
+        "activations": tokens * (_kept(model, config) + 2 * rank * 7 * (1 if config.recompute else model.num_layers)),
         "logits": int(tokens * fraction) * model.vocab_size * 12,
     }
     return {**parts, "total": sum(parts.values())}
@@ -69,7 +89,8 @@ def _sides(model: ModelConfig) -> int:
         attention = queries + 2 * width + latent.rank + latent.turned + model.num_heads * latent.value
     sparse, experts = _sparse_layers(model), model.experts
     shared = 0 if experts is None or not experts.shared_size else 3 * (width + experts.shared_size)
-    dense = (model.num_layers - sparse) * 3 * (width + model.intermediate_size)
+    projections = 2 if model.activation == "xielu" else 3
+    dense = (model.num_layers - sparse) * projections * (width + model.intermediate_size)
     return model.num_layers * attention + dense + sparse * shared
 
 
@@ -77,7 +98,7 @@ def parameter_counts(model: ModelConfig) -> tuple[int, int]:
     """(weights of the projections that FP8 may run, all other parameters but biases)."""
     sparse, experts = _sparse_layers(model), model.experts
     attention, absorbed = _attention(model)
-    linears = model.num_layers * attention + (model.num_layers - sparse) * _gated(model, model.intermediate_size)
+    linears = model.num_layers * attention + (model.num_layers - sparse) * _dense(model)
     others = model.num_layers * absorbed
     if experts is not None:
         shared = experts.shared_size or 0
@@ -103,6 +124,10 @@ def _gated(model: ModelConfig, size: int) -> int:
     return 3 * model.hidden_size * size
 
 
+def _dense(model: ModelConfig) -> int:
+    return (2 if model.activation == "xielu" else 3) * model.hidden_size * model.intermediate_size
+
+
 def _norms(model: ModelConfig) -> int:
     """Two of each layer and a last one; some families have more, which are as small."""
     latent = 0 if model.latent is None else model.latent.rank + (model.latent.q_rank or 0)
@@ -111,6 +136,13 @@ def _norms(model: ModelConfig) -> int:
 
 def _sparse_layers(model: ModelConfig) -> int:
     return 0 if model.experts is None else len(model.experts.layers)
+
+
+def _kept(model: ModelConfig, config: TrainConfig) -> int:
+    """Bytes of a token at the peak: of all layers, or their inputs and all of the one that is computed again."""
+    if not config.recompute:
+        return _activations(model)
+    return 2 * model.hidden_size * model.num_layers + _activations(model) // model.num_layers
 
 
 def _activations(model: ModelConfig) -> int:

@@ -99,7 +99,7 @@ class Optimizer:
 
     @torch.no_grad()
     def load(self, masters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-        """Restore what `masters` and `state()` were. Raises JobError when names or shapes do not fit."""
+        """Restores `masters` and `state()`. Raises JobError when names or shapes do not fit."""
         if set(masters) != set(self.masters):
             raise JobError(
                 "The checkpoint's weights are not those of this model; start again in a fresh output directory."
@@ -118,8 +118,8 @@ class Optimizer:
 def _global_norm(grads: list[Tensor]) -> float:
     """The norm of all gradients as one vector: FP32 within a row, FP64 over rows.
 
-    FP64 throughout would copy every gradient. Only where a square leaves FP32's range is that done, to know whether the
-    gradient itself is finite.
+    FP64 throughout would copy every gradient. It is only used when a square exceeds FP32's range, to find out whether
+    the gradient itself is finite.
     """
     rows = torch.cat([torch.linalg.vector_norm(g, dim=-1).flatten() for g in grads]).double()
     norm = float(rows.square().sum().sqrt())

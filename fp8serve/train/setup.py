@@ -4,75 +4,107 @@ A checkpoint is itself a model directory, so a resumed job needs nothing of the 
 an adapter needs its base model.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fp8serve import __version__
 from fp8serve.errors import JobError
-from fp8serve.fp8.cuda_library import check_gpu
 from fp8serve.fp8.linear import convert
 from fp8serve.fp8.ops import backends
 from fp8serve.fp8.recipe import Recipe
+from fp8serve.fp8.selfcheck import prepare_device
 from fp8serve.model.building import Model
 from fp8serve.model.checkpoint import load_trainable, open_checkpoint
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.formats.quantization_config import quantization_files
 from fp8serve.model.storage.files import read_json
 from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.ranks import ALONE, Ranks
 from fp8serve.train import state
 from fp8serve.train.carry import carried_files
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.data import Row, RowCounts, check_length, fingerprint, load_rows
+from fp8serve.train.data import RowCounts, check_length, fingerprint
 from fp8serve.train.events import OnEvent, message
 from fp8serve.train.export import served_in_fp8
 from fp8serve.train.forward import Forward
 from fp8serve.train.lora import adapted_model, trained
+from fp8serve.train.memory import check_recompute
+from fp8serve.train.methods.interface import Method
+from fp8serve.train.methods.table import method_of
 from fp8serve.train.optimizer import Optimizer
 from fp8serve.train.order import total_steps
+from fp8serve.train.tokenized import TokenizedData
+
+ITEMS = ("items", "eval_items")
 
 
 @dataclass(frozen=True)
 class Setup:
     """What stays the same (as an object) over a run.
 
-    carry: writes the base model's small files into a directory. kept: linears in high precision, as in the base model.
+    items, eval_items: see `methods.interface`; what is learnt, and what is held out.
+    carry: writes the base model's small files into a directory. kept_linears: in high precision, as in the base model.
     """
 
-    rows: list[Row]
-    eval_rows: list[Row]
+    method: Method[Any]
+    items: list[Any]
+    eval_items: list[Any]
     decoder: Model
     forward: Forward
     optimizer: Optimizer
     total_steps: int
     data_fingerprint: str
     carry: Callable[[Path], None]
-    kept: tuple[str, ...] = ()
+    kept_linears: tuple[str, ...] = ()
+
+    def begun(self, ranks: Ranks) -> "Setup":
+        """With items that know what the method has to know of the model as it is now."""
+        items, eval_items = (self.method.begin(self.forward, found, ranks) for found in (self.items, self.eval_items))
+        return replace(self, items=items, eval_items=eval_items)
+
+    def kept(self) -> dict[str, Tensor]:
+        """What the items know, for a checkpoint: `items.` and `eval_items.` and the method's names."""
+        found = {name: self.method.keep(getattr(self, name)) for name in ITEMS}
+        return {f"{name}.{key}": tensor for name, tensors in found.items() for key, tensor in tensors.items()}
+
+    def recalled(self, kept: Mapping[str, Tensor]) -> "Setup":
+        """The reverse of `kept`. JobError when that is of other items."""
+        items, eval_items = (self.method.recall(getattr(self, name), _below(name, kept)) for name in ITEMS)
+        return replace(self, items=items, eval_items=eval_items)
 
 
-def prepare(config: TrainConfig, source: Path, on_event: OnEvent) -> Setup:
+def _below(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those called `name.` and something, by that."""
+    return {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}
+
+
+def prepare(config: TrainConfig, source: Path, on_event: OnEvent, ranks: Ranks = ALONE) -> Setup:
     """Load data and model; `source` is the base model or a checkpoint. Raises ModelError, DataError, JobError.
 
     A checkpoint of an adapter is no model: there the base model is read again.
     """
     source = Path(config.model) if config.lora_rank else source
     check_format(config)
-    check_length(config.seq_len, read_config(source))
+    model = read_config(source)
+    check_length(config.seq_len, model)
+    check_recompute(config, model)
     recipe = config.fp8_recipe
     device_of(config)
-    tokenizer = Tokenizer.from_dir(source, config.today)
-    rows, report = load_rows(config.data, tokenizer, config.seq_len)
+    data = TokenizedData(config, source, Tokenizer.from_dir(source, config.today), on_event, keeps=ranks.first)
+    items, report = data.load("data")
     report_data(report, on_event)
-    eval_rows = load_rows(config.eval_data, tokenizer, config.seq_len)[0] if config.eval_data else []
+    eval_items = data.load("eval_data")[0] if config.eval_data else []
     kept = () if recipe is None or config.lora_rank else kept_linears(source)
     if kept:
         text = f"{len(kept)} linear layers that are not in FP8 in the model are trained in BF16 and stay so"
         on_event(message("kept", text, kept=len(kept)))
     decoder = adapted_model(config) if config.lora_rank else _decoder(source, recipe, kept, config)
-    forward = Forward(decoder, None if config.lora_rank else recipe)
+    forward = Forward(decoder, None if config.lora_rank else recipe, ranks=ranks, recompute=config.recompute)
     if seeded := state.seed_scaling(forward, source):
         on_event(message("seeded", f"{seeded} tensors start with the scales stored in the model", seeded=seeded))
     for reason in forward.differences():
@@ -83,15 +115,16 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent) -> Setup:
         on_event(message("adapter", f"An adapter of {count} parameters is trained", parameters=count))
     optimizer = Optimizer(parameters, config)
     return Setup(
-        rows=rows,
-        eval_rows=eval_rows,
+        method=method_of(config),
+        items=items,
+        eval_items=eval_items,
         decoder=decoder,
         forward=forward,
         optimizer=optimizer,
-        total_steps=total_steps([r.tokens for r in rows], config),
-        data_fingerprint=fingerprint(rows),
+        total_steps=total_steps([item.tokens for item in items], config),
+        data_fingerprint=fingerprint(items),
         carry=_nothing if config.lora_rank else carried_files(source),
-        kept=kept,
+        kept_linears=kept,
     )
 
 
@@ -112,7 +145,7 @@ def device_of(config: TrainConfig) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise JobError(f"The device {config.device!r} cannot be used: {str(error).splitlines()[0]}") from error
-    check_gpu(device)
+    prepare_device(device)
     return device
 
 
@@ -132,7 +165,7 @@ def report_data(report: RowCounts, on_event: OnEvent) -> None:
 def kept_linears(source: Path) -> tuple[str, ...]:
     """The linears that an FP8 directory holds in high precision; a checkpoint says which those of its base model are.
 
-    A directory without FP8 weights keeps none: nobody chose its layers.
+    A directory without FP8 weights keeps none, because no layers were chosen for it.
     """
     if (source / "trainer.json").exists():
         return tuple(read_json(source / "trainer.json", JobError).get("kept", ()))

@@ -1,8 +1,8 @@
-"""A run's state to tensors and back: what a checkpoint holds, and what a fresh run begins from.
+"""Converts a run's state to tensors and back, for checkpoints and for the start of a run.
 
-The scaling state goes by the names of `scales.safetensors` (`P.input.scale`, `P.input.amax_history`, ...), with the two
-counters of each state beside them. A base model that carries histories (calibrated, or trained by us) seeds the state,
-so that the first step quantizes with fitting scales and not with 1. Recipes without histories have no such state.
+The scaling state has the names of `scales.safetensors` (`P.input.scale`, `P.input.amax_history`, ...), with the two
+counters of each state beside them. A base model with histories (calibrated, or trained by fp8serve) seeds the state,
+so that the first step quantizes with fitting scales instead of 1. Recipes without histories have no such state.
 """
 
 from collections.abc import Iterator, Mapping
@@ -50,7 +50,7 @@ def load_scaling(forward: Forward, tensors: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def seed_scaling(forward: Forward, model_dir: Path) -> int:
-    """Start from the scales and histories that lie in `model_dir`; returns how many states were seeded.
+    """Starts from the scales and histories in `model_dir`; returns how many states were seeded.
 
     Raises ScalesError for a file that cannot be trusted or belongs to another model.
     """
@@ -65,13 +65,15 @@ def seed_scaling(forward: Forward, model_dir: Path) -> int:
     return len(found)
 
 
-def capture(forward: Forward, optimizer: Optimizer, meta: dict[str, object]) -> TrainState:
-    """References, not copies, unless files have a weight transposed: to be written before the next step."""
+def capture(forward: Forward, optimizer: Optimizer, method: dict[str, Tensor], meta: dict[str, object]) -> TrainState:
+    """The run's tensors as references, to be written before the next step; copies only of weights that files hold
+    transposed."""
     return TrainState(
         model=turned(optimizer.masters, transposed_linears(forward.network.decoder)),
         optimizer=optimizer.state(),
         scaling=scaling_tensors(forward),
         random={"cpu": torch.get_rng_state()},
+        method=method,
         meta=meta,
     )
 

@@ -9,10 +9,17 @@ kernels; a resume on a different machine works and says that the bits may differ
     out/model/                the result: FP8, servable, its scales those that training kept; or an adapter
     out/run.lock              held while a run lives: two cannot share a directory
 
-The loss of a step is the mean over all targets of all its microbatches, so neither packing nor accumulation changes
-what is minimised. With delayed scaling, a base model that brings no histories is first observed for one microbatch in
-high precision: no step is taken at scale 1. A gradient that is not finite is never applied: the step is skipped with an
-event, the moments stay, and ten in a row end the job. A run that ends worse than it began fails (`train.divergence`).
+Several processes may take the steps of a run together (`Ranks`). All hold the model and compute the same; what they
+divide is the microbatches of a step (`train.gradients`), held-out rows and references. Rank 0 alone writes and tells,
+and what it finds on the disk it tells the others. The bytes do not depend on the number of processes, so a run may go
+on with another one.
+
+What is minimised is the method's to say (`methods.interface`). With delayed scaling, a base model that brings no
+histories is first observed for one microbatch in high precision: no step is taken at scale 1. A gradient that is not
+finite is never applied: the step is skipped with an event, the moments stay, and ten in a row end the job. A run that
+ends worse than it began fails (`train.divergence`). With on_divergence="return" one that diverges goes back to its last
+good checkpoint and on with other scales (`train.fallback`): then every checkpoint is judged before it is written, and
+those of the multiples of `save_every` are where it may go back to. Other trouble is told (`train.health`).
 
 A run may be taken further by starting it again with more steps. Its learning rate then follows the longer schedule from
 there on, so it is not the run that had been told so from the start, and says so; the model of the earlier end is kept
@@ -20,10 +27,12 @@ as `model-step-N`.
 """
 
 import dataclasses
+import gc
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -36,19 +45,22 @@ from fp8serve.model.readers import reader_notes
 from fp8serve.model.storage.files import read_json
 from fp8serve.model.storage.lock import take_lock
 from fp8serve.model.stored import open_checkpoint
-from fp8serve.train import checkpoint, events, state
-from fp8serve.train.batch import collate
+from fp8serve.ranks import ALONE, Ranks
+from fp8serve.train import checkpoint, events, fallback, state
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.data import Row
-from fp8serve.train.divergence import Outcome
+from fp8serve.train.data import Item
+from fp8serve.train.divergence import DivergenceError, Outcome
 from fp8serve.train.events import OnEvent
 from fp8serve.train.export import export
-from fp8serve.train.forward import summed_loss
+from fp8serve.train.gradients import accumulate
+from fp8serve.train.health import Health
 from fp8serve.train.held_out import HeldOut, held_out_metrics
 from fp8serve.train.identity import check_same_job, dated, identity_of
+from fp8serve.train.methods.interface import Scene
 from fp8serve.train.optimizer import learning_rate
 from fp8serve.train.order import Cursor, Step, walk
-from fp8serve.train.setup import Setup, environment, prepare
+from fp8serve.train.reporting import check_installed, reported
+from fp8serve.train.setup import Setup, check_format, environment, prepare
 
 MAX_SKIPPED_IN_A_ROW = 10
 
@@ -73,7 +85,7 @@ class TrainResult:
 
 @dataclass
 class Progress:
-    """Where a run stands between two steps; all of it is in the checkpoint."""
+    """Where a run stands between two steps; all of it is in the checkpoint. returns: how often it went back."""
 
     step: int = 0
     cursor: Cursor = field(default_factory=Cursor)
@@ -84,6 +96,7 @@ class Progress:
     first_loss: float | None = None
     held_out: HeldOut = field(default_factory=HeldOut)
     metrics: dict[str, Any] = field(default_factory=dict)
+    returns: int = 0
 
 
 def _ignore(event: events.Event) -> None:
@@ -95,48 +108,114 @@ def _never() -> bool:
 
 
 class Trainer:
-    """`Trainer(config).run()`; started again with the same configuration it resumes by itself."""
+    """`Trainer(config).run()`; started again with the same configuration it resumes by itself.
 
-    def __init__(self, config: TrainConfig) -> None:
+    ranks: the processes that take the steps together; each makes a trainer of the same configuration and runs it.
+    """
+
+    def __init__(self, config: TrainConfig, ranks: Ranks = ALONE) -> None:
         self.config = config
+        self.ranks = ranks
 
     def run(self, on_event: OnEvent = _ignore, stop: Callable[[], bool] = _never) -> TrainResult:
-        """Train to the end, or until `stop()` is true between two steps.
+        """Train to the end, or until `stop()` is true between two steps, on any rank. Events are rank 0's.
 
         Raises DataError, ModelError, ScalesError, RecipeError for bad input and JobError for a run that cannot go on.
         """
+        check_processes(self.config, self.ranks.size)
+        check_installed(self.config.report_to)
+        with self.ranks.together():
+            lock = self._taken() if self.ranks.first else nullcontext()
+        telling = reported(self.config, on_event) if self.ranks.first else nullcontext(_ignore)
+        returns = None
+        with lock, telling as tell, torch.random.fork_rng(devices=[]):
+            while True:
+                torch.manual_seed(self.config.seed)
+                run = _Run(self.config, tell, self.ranks, returns)
+                try:
+                    return run.to_end(stop)
+                except DivergenceError as found:
+                    why = str(found)
+                finally:
+                    run.close()
+                returns = run.go_back(why)
+                del run  # two do not fit into memory
+                gc.collect()
+
+    def _taken(self) -> AbstractContextManager[Any]:
+        """The lock of the directory, which rank 0 holds for all."""
         out = Path(self.config.out)
         out.mkdir(parents=True, exist_ok=True)
         refusal = f"Another run is at work in {out}; wait for it, or use another output directory."
-        with take_lock(out / "run.lock", refusal), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.config.seed)
-            return _Run(self.config, on_event).to_end(stop)
+        return take_lock(out / "run.lock", refusal)
+
+
+def check_processes(config: TrainConfig, count: int) -> None:
+    """JobError for more processes than a step has work for."""
+    if count > 1 and not config.divides:
+        raise JobError(f"The method {config.method} draws its answers in one process; ask for one, and not {count}.")
+    if count > config.accumulate:
+        raise JobError(
+            f"{count} processes divide the microbatches of a step, and it has {config.accumulate} (accumulate); use at "
+            f"most so many processes, or --accumulate {count} or more, with a smaller --batch-size for an equal step."
+        )
 
 
 class _Run:
-    """One run from wherever it stands to its end."""
+    """One run from wherever it stands to its end, or to where it goes back from.
 
-    def __init__(self, config: TrainConfig, on_event: OnEvent) -> None:
+    returns: how often it went back so far, where that is not what its checkpoint says. `asked` is the job's own
+    configuration, `config` the one that it runs by.
+    """
+
+    def __init__(self, config: TrainConfig, on_event: OnEvent, ranks: Ranks, returns: int | None = None) -> None:
         self.on_event = on_event
+        self.ranks = ranks
         self.out = Path(config.out)
         self.root = self.out / "checkpoints"
-        self.root.mkdir(parents=True, exist_ok=True)
         self.started = time.monotonic()
         self.saved_at = self.started
-        self.latest = self._sweep()
-        self.config = dated(config, self.latest)
-        self.progress = Progress()
-        self.setup: Setup = prepare(self.config, self.latest or Path(config.model), on_event)
-        self.identity = identity_of(self.config, self.setup.data_fingerprint, self.latest)
-        self.lengths = [row.tokens for row in self.setup.rows]
+        self.latest = ranks.by_first(self._sweep)
+        self.asked = ranks.by_first(lambda: dated(config, self.latest))
+        saved = ranks.by_first(self._saved_returns)
+        self.progress = Progress(returns=saved if returns is None else returns)
+        self.config = fallback.attempt(self.asked, self.progress.returns)
+        with ranks.together():
+            self._prepare()
+        if self.latest is None:
+            self._warm_scales()
+            self._begin()
+            first_loss = self._finite_first_loss()
+            self.progress.first_loss = first_loss if self.setup.method.is_supervised else None
+            self._validate_first()
+        self.began = self.progress.step
+        self.came_back = returns is not None
+        self.health = Health(self.setup.forward, self.on_event, self.progress.first_loss) if ranks.first else None
+
+    def close(self) -> None:
+        """Ends what the run has opened."""
+        self.setup.method.close()
+        if self.health is not None:
+            self.health.close()
+
+    def _saved_returns(self) -> int:
+        """How often the run had gone back when its newest checkpoint was written."""
+        if self.latest is None:
+            return 0
+        return int(read_json(self.latest / "trainer.json", JobError)["progress"].get("returns", 0))
+
+    def _prepare(self) -> None:
+        """All that the first step needs of the disk."""
+        for tried in fallback.attempts(self.asked) if self._may_go_back else ():
+            check_format(tried)
+        self.setup: Setup = prepare(self.config, self.latest or Path(self.config.model), self.on_event, self.ranks)
+        self.identity = identity_of(self.asked, self.setup.data_fingerprint, self.latest)
+        self.lengths = [item.tokens for item in self.setup.items]
         if self.latest is not None:
             self._resume(self.latest)
-        else:
-            self._warm_scales()
-            self.progress.first_loss = self._finite_first_loss()
-            self._validate_first()
 
     def _sweep(self) -> Path | None:
+        self.root.mkdir(parents=True, exist_ok=True)
         for root in (self.root, self.out):
             if removed := checkpoint.sweep(root):
                 self.on_event(events.message("sweep", f"Removed {len(removed)} unfinished directories", names=removed))
@@ -150,10 +229,16 @@ class _Run:
         saved = checkpoint.read_checkpoint(path)
         check_same_job(self.identity, saved.meta["identity"], path)
         self._tell_changes(saved.meta)
-        state.restore(self.setup.forward, self.setup.optimizer, saved)
         values = dict(saved.meta["progress"])
+        before = fallback.attempt(self.asked, values.pop("returns", 0))  # an older version has none
+        if before != self.config:  # another try, which skips by itself
+            saved.scaling = fallback.rescaled(saved.scaling, before, self.config)
+            values["skipped_in_a_row"] = 0
+        state.restore(self.setup.forward, self.setup.optimizer, saved)
+        self.setup = self.setup.recalled(saved.method)
         held_out = HeldOut(**values.pop("held_out", {}))  # a checkpoint of an older version has none
-        self.progress = Progress(**{**values, "cursor": Cursor(**values["cursor"]), "held_out": held_out})
+        values |= {"cursor": Cursor(**values["cursor"]), "held_out": held_out, "returns": self.progress.returns}
+        self.progress = Progress(**values)
         self.on_event(events.message("resumed", f"Resumed from step {self.progress.step}", step=self.progress.step))
 
     def _warm_scales(self) -> None:
@@ -165,10 +250,18 @@ class _Run:
         if not any(entry.amax_history.count_nonzero() == 0 for _, entry in self._states()):
             return
         step, _ = next(walk(self.lengths, self.config, self.progress.cursor, 1))
-        targets = sum(self.setup.rows[i].trainable for rows in step for i in rows)
-        self.setup.forward.observe(collate([self.setup.rows[i] for i in step[0]], self.config.device), targets)
+        method, microbatches = self.setup.method, self._items(step)
+        weight = method.weight([item for items in microbatches for item in items])
+        self.setup.forward.observe(lambda logits: method.sums(logits, microbatches[0])[0] / weight)
         text = "Scales start from the amaxes of one pass in high precision"
         self.on_event(events.message("scales_observed", text))
+
+    def _begin(self) -> None:
+        """What the method has to know of the model before its first step."""
+        self.setup = self.setup.begun(self.ranks)
+        if self.setup.kept():
+            text = f"What the model says of {len(self.setup.items)} items before its first step is the reference"
+            self.on_event(events.message("reference", text))
 
     def _states(self) -> Iterator[tuple[str, ScalingState]]:
         return state.states(self.setup.forward)
@@ -190,18 +283,63 @@ class _Run:
             self.on_event(events.message("machine_changed", text, level="warn"))
 
     def to_end(self, stop: Callable[[], bool]) -> TrainResult:
+        if self.came_back:
+            self._go_back_if_diverged()  # a checkpoint that was written before anybody asked to go back
         left = self.setup.total_steps - self.progress.step
+        if left:
+            source = self.latest or Path(self.config.model)
+            self.setup.method.start(Scene(self.setup.forward, source, self.out, self.latest is None))
         for step, cursor in walk(self.lengths, self.config, self.progress.cursor, left):
-            if stop():
+            if self.ranks.any(stop()):
                 return self._stopped()
             if self._is_early_end():
                 break
             self._take(step)
             self.progress.cursor = cursor
-            if self._time_to_save():
+            if self.ranks.any(self._time_to_save()):
+                self._go_back_if_diverged()
                 self._save()
+        self._go_back_if_diverged()
         self._save()
-        return self._finished()
+        return self.ranks.by_first(self._finished)
+
+    @property
+    def _may_go_back(self) -> bool:
+        return self.asked.on_divergence == "return"
+
+    def _go_back_if_diverged(self) -> None:
+        """Raises DivergenceError, on all ranks."""
+        found = self.ranks.gather(self._outcome(None).divergence) if self._may_go_back else []
+        if (why := next(filter(None, found), None)) is not None:
+            raise DivergenceError(why)
+
+    def go_back(self, why: str) -> int:
+        """Removes what was written since the last good checkpoint: the next run begins there. How often the run has
+        gone back then. JobError where nothing is left to be tried.
+
+        A run that had diverged already where it came back to takes the checkpoint before; that is the same return.
+        """
+        tried = fallback.attempts(self.asked)
+        returns = self.progress.returns + (self.progress.step > self.began or not self.came_back)
+        if returns == len(tried):
+            names = " nor ".join(fallback.described(config) for config in tried[1:])
+            raise JobError(f"{why}, and neither {names} helped; lower lr ({self.config.lr}), or look at the data.")
+        to = self.ranks.by_first(self._removed_since_good)
+        with_ = fallback.described(tried[returns])
+        text = f"{why}. Going back from step {self.progress.step} to step {to}, and on with {with_}"
+        details = {"step": to, "from_step": self.progress.step, "returns": returns, "tried": with_}
+        self.on_event(events.message("returned", text, level="warn", **details))
+        return returns
+
+    def _removed_since_good(self) -> int:
+        """The step that the run goes back to; 0: it begins anew."""
+        good = checkpoint.last_multiple(self.root, self._save_every, self.progress.step)
+        checkpoint.remove_after(self.root, good)
+        return good
+
+    @property
+    def _save_every(self) -> int:
+        return self.asked.save_every or 1
 
     def _is_early_end(self) -> bool:
         held_out, patience = self.progress.held_out, self.config.patience
@@ -227,35 +365,35 @@ class _Run:
     def _take(self, step: Step) -> None:
         began = time.monotonic()
         rate = learning_rate(self.config, self.progress.step, self.setup.total_steps)
-        loss, accuracy, tokens = self._gradients(step)
-        norm = self.setup.optimizer.step(rate)
+        microbatches = self.setup.method.collect(self.progress.step, self._items(step))
+        means, norm = self._update(microbatches, rate)
+        tokens = sum(item.tokens for items in microbatches for item in items)
         self.progress.step += 1
         self.progress.trained_tokens += tokens
-        if not math.isfinite(norm):
+        if math.isfinite(norm):
+            self.progress.skipped_in_a_row = 0
+            self._measured(means, rate, norm, tokens / (time.monotonic() - began))
+        else:
             self._skipped(norm)
-            return
-        self.progress.skipped_in_a_row = 0
-        seconds = time.monotonic() - began
-        self._measured(loss, accuracy, rate, norm, tokens / seconds)
+        if self.health is not None:
+            self.health.step(self.progress.step, means[0])
 
-    def _gradients(self, step: Step) -> tuple[float, float, int]:
-        """Accumulate the gradients of all microbatches; returns (mean loss, token accuracy, input tokens)."""
-        microbatches = [[self.setup.rows[i] for i in rows] for rows in step]
-        targets = sum(row.trainable for rows in microbatches for row in rows)
-        # FP64 where the model is: reading each microbatch would wait for a GPU, once for all is soon enough
-        sums = torch.zeros(2, dtype=torch.float64, device=self.config.device)
-        for i, rows in enumerate(microbatches):
-            first = i == 0 if len(microbatches) > 1 else None  # nothing is kept where nothing follows
-            sums += torch.stack(self._microbatch(rows, targets, first))
-        loss, hits = sums.tolist()
-        return loss / targets, hits / targets, sum(row.tokens for rows in microbatches for row in rows)
+    def _update(self, microbatches: Sequence[Sequence[Item]], rate: float) -> tuple[list[float], float]:
+        """All updates of a step: the means that it reports, and the norm of the last gradient. One that is not finite
+        ends them."""
+        method, forward, optimizer = self.setup.method, self.setup.forward, self.setup.optimizer
+        seed, found, norm = f"{self.config.seed}:{self.progress.step}", list[list[float]](), 0.0
+        while len(found) < method.updates and math.isfinite(norm):
+            found.append(
+                accumulate(method, forward, optimizer, microbatches, ranks=self.ranks, seed=f"{seed}:{len(found)}")
+            )
+            norm = optimizer.step(rate)
+        of_first = [False, *(measure.of_first for measure in method.measures)]
+        return [a if is_first else b for a, b, is_first in zip(found[0], found[-1], of_first, strict=True)], norm
 
-    def _microbatch(self, rows: list[Row], targets: int, first: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
-        batch = collate(rows, self.config.device)
-        loss, hits = summed_loss(self.setup.forward.logits(batch, first), batch.targets)
-        (loss / targets).backward()  # type: ignore[no-untyped-call]
-        self.setup.optimizer.collect()
-        return loss.detach().double(), hits.double()
+    def _items(self, step: Step) -> list[list[Item]]:
+        """Of every microbatch of a step."""
+        return [[self.setup.items[i] for i in items] for items in step]
 
     def _skipped(self, norm: float) -> None:
         self.progress.skipped += 1
@@ -263,55 +401,80 @@ class _Run:
         text = f"Step {self.progress.step} was skipped: its gradient norm is {norm}"
         self.on_event(events.message("step_skipped", text, level="warn", step=self.progress.step))
         if self.progress.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            raise JobError(
+            why = (
                 f"Training diverged: the gradients of {MAX_SKIPPED_IN_A_ROW} steps in a row up to step "
-                f"{self.progress.step} were not finite; lower lr ({self.config.lr}) or clip ({self.config.clip})."
+                f"{self.progress.step} were not finite"
             )
+            if self._may_go_back:
+                raise DivergenceError(why)
+            raise JobError(f"{why}; lower lr ({self.config.lr}) or clip ({self.config.clip}).")
 
-    def _measured(self, loss: float, accuracy: float, rate: float, norm: float, speed: float) -> None:
+    def _measured(self, means: Sequence[float], rate: float, norm: float, speed: float) -> None:
+        measures = self.setup.method.measures
         values = {
             "step": self.progress.step,
             "total_steps": self.setup.total_steps,
             "epoch": self.progress.cursor.epoch,
-            "train_loss": loss,
-            "train_mean_token_accuracy": accuracy,
+            "train_loss": means[0],
+            **{measure.name: mean for measure, mean in zip(measures, means[1:], strict=True)},
             "learning_rate": rate,
             "grad_norm": norm,
             "trained_tokens": self.progress.trained_tokens,
+            **({"returns": self.progress.returns} if self.progress.returns else {}),
         }
-        if self.setup.eval_rows and (self._due(self.config.eval_every) or self.progress.step == self.setup.total_steps):
+        if self.setup.eval_items and (
+            self._due(self.config.eval_every) or self.progress.step == self.setup.total_steps
+        ):
             values |= self._validated()
             self.progress.held_out.note(values["valid_loss"], self.progress.step)
         self.progress.metrics = {k: v if math.isfinite(v) else None for k, v in values.items()}
         if self._due(self.config.log_every) or "valid_loss" in values or self.progress.step == self.setup.total_steps:
-            self.on_event(events.metrics({**self.progress.metrics, "tokens_per_second": speed}))
+            words = {measure.name: measure.words for measure in measures if measure.words}
+            self.on_event(events.metrics({**self.progress.metrics, "tokens_per_second": speed}, words))
 
     def _validated(self) -> dict[str, float]:
-        return held_out_metrics(self.setup.forward, self.setup.eval_rows, self.config.batch_size, self.config.device)
+        setup, size = self.setup, self.config.batch_size
+        return held_out_metrics(setup.method, setup.forward, setup.eval_items, size, self.ranks)
 
     def _validate_first(self) -> None:
         """What the model says of the held-out rows before any step: the run is judged by it at its end."""
-        if self.setup.eval_rows:
+        if self.setup.eval_items:
             loss = self.progress.held_out.first = self._validated()["valid_loss"]
             self.on_event(events.message("validated", f"Validation loss before the first step: {loss:.4f}", loss=loss))
 
     def _save(self) -> None:
-        if self.latest is not None and self.latest.name == f"step-{self.progress.step}":
-            return
+        if self.latest is None or self.latest.name != f"step-{self.progress.step}":
+            self.latest = self.ranks.by_first(self._written)
+            self.saved_at = time.monotonic()
+        self.ranks.by_first(self._remove_old)  # also those that a run left which was killed after it had written
+
+    def _written(self) -> Path:
         meta = {
             "step": self.progress.step,
             "config": json.loads(self.config.to_json()),
             "progress": {**dataclasses.asdict(self.progress), "total_steps": self.setup.total_steps},
             "identity": self.identity,
             "environment": environment(self.config),
-            "kept": self.setup.kept,
+            "kept": self.setup.kept_linears,
         }
-        saved = state.capture(self.setup.forward, self.setup.optimizer, meta)
-        self.latest = checkpoint.write_checkpoint(self.root, saved, self.setup.carry)
-        self.on_event(events.checkpoint(str(self.latest), {**self.progress.metrics, "step": self.progress.step}))
-        best = self.progress.held_out.best_step if self.config.result == "best" else None
-        checkpoint.keep_last(self.root, self.config.keep_last, best)
-        self.saved_at = time.monotonic()
+        saved = state.capture(self.setup.forward, self.setup.optimizer, self.setup.kept(), meta)
+        path = checkpoint.write_checkpoint(self.root, saved, self.setup.carry)
+        self.on_event(events.checkpoint(str(path), {**self.progress.metrics, "step": self.progress.step}))
+        return path
+
+    def _remove_old(self) -> None:
+        needed = {self.progress.held_out.best_step if self.config.result == "best" else None}
+        if self._may_go_back:
+            good = checkpoint.last_multiple(self.root, self._save_every, self.progress.step + 1)
+            needed |= {good, self._best_at(good)}
+        checkpoint.keep_last(self.root, self.config.keep_last, needed)
+
+    def _best_at(self, step: int) -> int | None:
+        """The step of the lowest validation loss when that checkpoint was written, where it is to be the result."""
+        if self.config.result != "best" or step == 0:
+            return None
+        saved = read_json(self.root / f"step-{step}" / "trainer.json", JobError)["progress"]["held_out"]["best_step"]
+        return None if saved is None else int(saved)
 
     def _stopped(self) -> TrainResult:
         if self.progress.step:
@@ -346,24 +509,27 @@ class _Run:
     def _judge(self, chosen: Path) -> None:
         """JobError, or a warning where the owner asked for the model all the same, when the run made it worse."""
         held_out = self.progress.held_out
-        outcome = Outcome(
-            self.progress.first_loss, self._first_loss(), self.progress.step, self.progress.skipped, held_out.first,
-            held_out.best if chosen != self.latest else held_out.last,
-        )  # fmt: skip
+        outcome = self._outcome(held_out.best if chosen != self.latest else held_out.last)
         if outcome.problem is None:
             return
-        if self.config.on_divergence == "fail":
+        if self.asked.on_divergence != "keep":
             raise JobError(
                 f"{outcome.problem}; lower lr ({self.config.lr}), or make a model of {chosen} by starting again with "
                 'on_divergence="keep" (--on-divergence keep).'
             )
         self.on_event(events.message("diverged", outcome.problem, level="warn"))
 
+    def _outcome(self, held_out_after: float | None) -> Outcome:
+        """How the model is now, beside how it was."""
+        before, held_out_before = self.progress.first_loss, self.progress.held_out.first
+        after, steps, skipped = self._first_loss(), self.progress.step, self.progress.skipped
+        return Outcome(before, after, steps, skipped, held_out_before, held_out_after)
+
     def _first_loss(self) -> float:
-        """Nats per target of the first microbatch, with the weights as they are; changes nothing."""
+        """The mean loss of the first microbatch, with the weights as they are; changes nothing."""
         step, _ = next(walk(self.lengths, self.config, Cursor(), 1))
-        rows = [self.setup.rows[i] for i in step[0]]
-        return held_out_metrics(self.setup.forward, rows, len(rows), self.config.device)["valid_loss"]
+        items = self._items(step)[0]
+        return held_out_metrics(self.setup.method, self.setup.forward, items, len(items))["valid_loss"]
 
     def _finite_first_loss(self) -> float:
         loss = self._first_loss()
@@ -374,7 +540,8 @@ class _Run:
         return loss
 
     def _set_aside(self, model: Path, chosen: Path) -> None:
-        """A model of another step of this run keeps its files under another name: somebody may be serving them."""
+        """A model of another step of this run keeps its files under another name, because a server may be using
+        them."""
         if model.exists() and f"step-{(step := read_json(model / 'training.json', JobError)['step'])}" != chosen.name:
             model.rename(model.with_name(f"model-step-{step}"))
 

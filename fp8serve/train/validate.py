@@ -6,18 +6,19 @@ run, which stops at the first bad line. The memory figure is an estimate from si
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fp8serve.errors import DataError
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.text.data_files import Rows, read_source
-from fp8serve.model.text.examples import Example, example_of, read_examples
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.data import Row, RowCounts, check_length, rows_of
-from fp8serve.train.memory import memory_estimate
+from fp8serve.train.data import Item, Row, RowCounts, check_length
+from fp8serve.train.memory import check_recompute, memory_estimate
+from fp8serve.train.methods.interface import Reader
+from fp8serve.train.methods.table import reader_of
 from fp8serve.train.order import epoch_steps, total_steps
 
 MAX_LISTED = 100  # bad lines described one by one
@@ -58,67 +59,92 @@ def validate(config: TrainConfig) -> ValidationReport:
     """Look at the model's configuration and all data. Raises ModelError or RecipeError; bad data are in the report."""
     model = read_config(config.model)
     check_length(config.seq_len, model)
+    check_recompute(config, model)
     found = look_at_data(config)
     memory = memory_estimate(model, config, found.microbatch_tokens, found.trainable_fraction)
     return ValidationReport(**vars(found), memory_bytes=memory)
 
 
+def read_files(config: TrainConfig, files: Sequence[str]) -> None:
+    """Parses files as the job's method reads them, and tokenizes nothing. DataError: the first thing that is wrong."""
+    reader = reader_of(config)
+    for path in files:
+        reader.file(path)
+
+
+def some_rows(config: TrainConfig, files: Sequence[str], most: int) -> list[Row]:
+    """The first rows of files, of up to `most` tokens together; of a pair that of the better answer. Bad ones are
+    passed over, and no more is read than is needed."""
+    tokenizer, reader = Tokenizer.from_dir(config.model, config.today), reader_of(config)
+    found: list[Row] = []
+    for _, _, example in (e for name in files for e in _examples(reader, name)):
+        try:
+            items = [] if isinstance(example, DataError) else reader.items([example], tokenizer, config.seq_len)[0]
+        except DataError:
+            continue
+        for row in (item.rows[0] for item in items):
+            if sum(r.tokens for r in found) + row.tokens > most:
+                return found
+            found.append(row)
+    return found
+
+
 def look_at_data(config: TrainConfig) -> DataReport:
     """As `validate`, without the model's configuration: to read that one may take another process."""
     tokenizer = Tokenizer.from_dir(config.model, config.today)
-    rows, report, bad = _good_rows(config, tokenizer)
-    lengths = [row.tokens for row in rows]
+    items, report, bad = _good_items(config, tokenizer)
+    lengths = [item.tokens for item in items]
     microbatch = max((sum(lengths[i] for i in m) for s in epoch_steps(lengths, config, 0) for m in s), default=0)
     return DataReport(
-        ok=bool(rows) and not bad,
+        ok=bool(items) and not bad,
         bad_lines=bad[:MAX_LISTED],
         bad_line_count=len(bad),
         data=report,
         trainable_fraction=report.trainable_fraction,
-        steps=total_steps(lengths, config) if rows else 0,
+        steps=total_steps(lengths, config) if items else 0,
         steps_per_epoch=len(epoch_steps(lengths, config, 0)),
-        longest_row=max(lengths, default=0),
+        longest_row=max((row.tokens for item in items for row in item.rows), default=0),
         microbatch_tokens=microbatch,
-        sample=_marked(rows[0], tokenizer) if rows else [],
+        sample=[piece for item in items[:1] for row in item.rows for piece in _marked(row, tokenizer)],
     )
 
 
-def _good_rows(config: TrainConfig, tokenizer: Tokenizer) -> tuple[list[Row], RowCounts, list[dict[str, Any]]]:
-    rows: list[Row] = []
+def _good_items(config: TrainConfig, tokenizer: Tokenizer) -> tuple[list[Item], RowCounts, list[dict[str, Any]]]:
+    items: list[Item] = []
     bad: list[dict[str, Any]] = []
-    report = RowCounts(0, 0, 0, 0, 0, 0)
-    for path, line, found in (e for name in config.data for e in _examples(name)):
+    reader, report = reader_of(config), RowCounts(0, 0, 0, 0, 0, 0)
+    for path, line, found in (e for name in config.data for e in _examples(reader, name)):
         try:
             if isinstance(found, DataError):
                 raise found
-            made, one = rows_of([found], tokenizer, config.seq_len)
+            made, one = reader.items([found], tokenizer, config.seq_len)
         except DataError as error:
             bad.append({"file": path, "line": line, "message": str(error)})
             continue
-        rows += made
+        items += made
         report = RowCounts(*(getattr(report, name) + getattr(one, name) for name in _COUNTS))
-    return rows, report, bad
+    return items, report, bad
 
 
 _COUNTS = [field.name for field in dataclasses.fields(RowCounts)]
-_Found = tuple[str, int | None, Example | DataError]
+_Found = tuple[str, int | None, Any]
 
 
-def _examples(given: str) -> Iterator[_Found]:
+def _examples(reader: Reader[Any, Any], given: str) -> Iterator[_Found]:
     """(file, line, example) with an error in the place of each example that is none."""
     try:
         source = read_source(given)
         if isinstance(source, Rows):
-            yield from ((given, number, _parse(row, f"{given}:{number}")) for number, row in source.rows)
+            yield from ((given, number, _parse(reader, row, f"{given}:{number}")) for number, row in source.rows)
         else:
-            yield from ((given, None, example) for example in read_examples([given]))
+            yield from ((given, None, example) for example in reader.file(given))
     except DataError as error:
         yield given, None, error
 
 
-def _parse(row: str | Mapping[str, Any], where: str) -> Example | DataError:
+def _parse(reader: Reader[Any, Any], row: str | Mapping[str, Any], where: str) -> Any:
     try:
-        return example_of(row, where)
+        return reader.row(row, where)
     except DataError as error:
         return error
 

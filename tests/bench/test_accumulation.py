@@ -1,4 +1,4 @@
-"""How sums are kept: each kind by a small example, and what grows with the number of terms."""
+"""How sums are kept: a small example of each kind, and the errors that grow with the number of terms."""
 
 import pytest
 import torch

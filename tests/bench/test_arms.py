@@ -1,4 +1,4 @@
-"""Trainings that are alike but for the recipe, and the studies of parts and of jumps made of them, in small."""
+"""Small trainings that differ only in the recipe, and the studies of parts and of jumps made from them."""
 
 import json
 from dataclasses import replace

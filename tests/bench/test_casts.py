@@ -1,4 +1,4 @@
-"""The comparison itself: what its values cover, that it finds what is wrong, and the command around it."""
+"""The comparison itself: which values it covers, that it finds errors, and its command."""
 
 import json
 
@@ -46,7 +46,7 @@ def test_every_value_comes_once() -> None:
 
 
 class Wrong:
-    """The reference, but for one code."""
+    """The reference, except one code."""
 
     def __getattr__(self, name):
         def op(*args):

@@ -1,4 +1,4 @@
-"""The studies reproduce what is known, on inputs small enough for a test."""
+"""The studies reproduce known results, on inputs small enough for a test."""
 
 import json
 import math

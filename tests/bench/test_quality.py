@@ -1,4 +1,4 @@
-"""The quality study in small: methods, a directory, a program as a peer; intervals; what is refused."""
+"""A small quality study: methods, a directory, a program as a peer; intervals; and refusals."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Studies of several seeds put together: means, scatter, the plot, and what is refused."""
+"""Studies of several seeds combined: means, scatter, the plot, and refusals."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""`bench serve` counts and computes what it says; how fast things are is no business of a test."""
+"""`bench serve` counts and computes its figures correctly; speed is not tested."""
 
 import json
 import math

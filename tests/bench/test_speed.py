@@ -1,4 +1,4 @@
-"""`bench ops | engine` measure what they say; how fast things are is no business of a test."""
+"""`bench ops | engine` measure what they claim to measure; speed is not tested."""
 
 import json
 from collections.abc import Iterator

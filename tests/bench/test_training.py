@@ -1,4 +1,4 @@
-"""The training study in small: every recipe, a resumed run with the same bytes, and going on where it stopped."""
+"""A small training study: every recipe, a resumed run with the same bytes, and continuing where it stopped."""
 
 import json
 from dataclasses import asdict, replace

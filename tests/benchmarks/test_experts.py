@@ -1,4 +1,4 @@
-"""The benchmark of experts: what it makes, and one run beside peers that are not there."""
+"""The benchmark of experts: the model that it makes, and one run beside peers that do not exist."""
 
 import json
 import sys

@@ -1,7 +1,8 @@
-"""make gpu, as far as a machine without a GPU can run it: limits, failures, and what is written."""
+"""make gpu, as far as a machine without a GPU can run it: limits, failures, and the files it writes."""
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -16,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def options(**given: object) -> argparse.Namespace:
-    return argparse.Namespace(**{"cutlass": None, "skip": "", "out": Path("."), **given})
+    return argparse.Namespace(**{"cutlass": None, "skip": "", "out": Path("."), "dry_run": False, **given})
 
 
 def test_a_command_that_takes_too_long_is_ended_with_what_it_started() -> None:
@@ -98,7 +99,7 @@ sys.exit(pytest.main())
 
 
 def test_gpu_tests_are_collected_with_nothing_but_torch_and_pytest() -> None:
-    """And with none of the plugins and options of this repository's development."""
+    """They do not need the plugins and options of this repository's development environment."""
     flags = [flag for flag in gpu.PYTEST[3:] if flag not in ("-m", "gpu")]
     absent = [f"-pno:{plugin}" for plugin in ("timeout", "hypothesispytest", "schemathesis", "anyio", "xdist")]
     folder = ["tests/cuda", "--collect-only", *absent]
@@ -132,9 +133,64 @@ def test_everything_is_written_whatever_fails(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(gpu, "PARTS", (build, measure))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu, "machine", lambda: {"gpu": "NVIDIA Test 1", "date": "2026-11-21T00:00:00"})
+    monkeypatch.setattr(gpu, "machine", lambda dry_run: {"gpu": "NVIDIA Test 1", "date": "2026-11-21T00:00:00"})
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", str(tmp_path)])
     assert gpu.main() == 1
     found = json.loads((tmp_path / "test-1-2026-11-21.json").read_text())
     assert found["build"]["tail"] == "OSError: no nvcc"
     assert gpu.measured_rows(found)[0]["measured"] == 2.0
+    page = (tmp_path / "test-1-2026-11-21.md").read_text()
+    assert page.startswith("# NVIDIA Test 1, 2026-11-21\n")
+    assert "| build | failed with status 1 | 0 |" in page
+    assert "| a | 1 | 0.5 | 2 | reached |" in page
+
+
+def test_a_page_has_a_table_for_each_group_and_names_what_failed() -> None:
+    rows = [{"what": "x", "us": 12.3456}, {"what": "y", "by": "cuBLASLt", "refused": "no"}]
+    groups = {
+        "gemm": {"status": 0, "seconds": 2.0, "measured": {"rows": rows}},
+        "casts": {"status": 124, "seconds": 45.0},
+    }
+    about = {"gpu": "Test 1", "date": "2026-11-21T00:00:00", "driver": "1.2"}
+    page = gpu.page(about, {"measure": gpu.together(groups), "sanitize": {"status": None, "seconds": 0}})
+    assert "* driver: 1.2" in page
+    assert "| measure: casts | took too long | 45.0 |" in page
+    assert "| sanitize | not run | 0 |" in page
+    assert (
+        "## gemm\n\n| what | us | by | refused |\n|---|---|---|---|\n| x | 12.3 |  |  |\n| y |  | cuBLASLt | no |"
+        in page
+    )
+    assert "## casts\n\nNothing was measured." in page
+
+
+def test_the_sanitizers_are_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def run(command: list[str], limit: float, **environment: str) -> gpu.Result:
+        asked.append(command)
+        return {"status": 9 if "racecheck" in command else 0, "seconds": 1.0}
+
+    monkeypatch.setattr(gpu, "run", run)
+    monkeypatch.setattr(gpu.shutil, "which", lambda name: f"/usr/bin/{name}")
+    result = gpu.sanitize(options())
+    assert [command[:3] for command in asked] == [
+        ["/usr/bin/compute-sanitizer", "--tool", name] for name in ("memcheck", "racecheck", "synccheck")
+    ]
+    assert result["status"] == 9
+    assert result["parts"]["synccheck"]["status"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cmake") is None or shutil.which("ninja") is None, reason="needs cmake and ninja")
+def test_a_rehearsal_runs_every_part_without_a_gpu(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/gpu.py", "--dry-run", "--out", str(tmp_path)]
+    table = (ROOT / "csrc/cuda/gemm_tiles.h").read_text()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    (written,) = tmp_path.glob("dry-run-*.json")
+    found = json.loads(written.read_text())
+    states = {part: found[part]["status"] for part in ("build", "test", "measure", "tune", "sanitize")}
+    assert states == dict.fromkeys(states, 0), done.stdout[-5000:]
+    assert done.returncode == 0
+    assert set(found["measure"]["parts"]) == set(gpu.GROUPS)
+    assert written.with_suffix(".md").read_text().startswith("# dry run, ")
+    assert (ROOT / "csrc/cuda/gemm_tiles.h").read_text() == table

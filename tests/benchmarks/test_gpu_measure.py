@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +71,12 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path, monkeypatch:
 
 
 def test_tiles_are_measured_into_a_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def by_tile(choice: gpu_tiles.TileChoice, a: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def tile(choice: gpu_tiles.TileChoice, a: torch.Tensor, *rest: Any) -> torch.Tensor:
         if choice != gpu_tiles.TileChoice("small", 2):
             raise RuntimeError("not here")
         return a
 
-    monkeypatch.setattr(gpu_measure, "by_tile", by_tile)
+    monkeypatch.setattr(gpu_measure, "rehearsed_tile", tile)
     monkeypatch.setattr(gpu_tiles, "SHAPES", [(64, 4096, 4096)])
     header = tmp_path / "tiles.h"
     header.write_text(gpu_tiles.HEADER.read_text())
@@ -95,7 +96,7 @@ def test_tune_and_tiles_belong_together(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_events_give_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock of the GPU, with a GPU that says 2 ms every time."""
+    """The clock of a GPU that reports 2 ms every time."""
 
     class Event:
         def __init__(self, enable_timing: bool) -> None:
@@ -109,5 +110,23 @@ def test_events_give_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert Bench(dry=False).seconds(calls.append, sets=3, repeats=5) == pytest.approx(2e-3)
+    assert Bench(dry=False).seconds(calls.append, sets=3, repeats=5, replayed=False) == pytest.approx(2e-3)
     assert calls == [0, 1, 2, 0, 1, 2, 0, 1]
+    replays: list[str] = []
+
+    class Graph:
+        def replay(self) -> None:
+            replays.append("replay")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: nullcontext())
+    calls.clear()
+    assert Bench(dry=False).seconds(calls.append, sets=4, repeats=20) == pytest.approx(0.5e-3)
+    assert calls == [0, 1, 2, 0, 1, 2, 3], "three to warm up, then one for each input, captured"
+    assert len(replays) == 6
+
+    def refuses(graph: Graph) -> nullcontext[None]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "graph", refuses)
+    assert Bench(dry=False).seconds(calls.append, sets=4, repeats=20) == pytest.approx(2e-3)

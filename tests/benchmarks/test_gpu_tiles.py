@@ -1,4 +1,4 @@
-"""The table of tiles: what Python writes is what the kernels look up."""
+"""The table of tiles: the kernels look up what Python writes."""
 
 import shutil
 import subprocess
@@ -15,7 +15,7 @@ LOOKUP = """
 #include "cuda/gemm_tiles.h"
 #include <cstdio>
 int main() {
-  const char* names[] = {"large", "medium", "small"};
+  const char* names[] = {"large", "medium", "small", "cublaslt"};
   int chip, inside, m, n, k;
   while (scanf("%d %d %d %d %d", &chip, &inside, &m, &n, &k) == 5) {
     const auto found = fp8serve::tile_for(chip, inside != 0, m, n, k);
@@ -65,13 +65,21 @@ def test_a_line_that_changes_no_answer_is_left_out() -> None:
     assert gpu_tiles.thinned([*same, other]) == [same[-1], other]
 
 
-def test_the_fastest_tile_wins_and_refusals_do_not_count() -> None:
+@pytest.mark.parametrize(("blas", "best"), [(1.0, TileChoice("small", 2)), (-0.5, gpu_tiles.BLAS)])
+def test_the_fastest_tile_wins_and_refusals_do_not_count(blas: float, best: TileChoice) -> None:
     def measure(inside: bool, m: int, n: int, k: int, choice: TileChoice) -> float:
         if choice.tile == "large":
             raise RuntimeError("kernel: is large, which does not multiply this here")
-        return {"medium": 2.0, "small": 1.0}[choice.tile] + abs(choice.swizzle - 2)
+        return {"medium": 2.0, "small": 1.0, "cublaslt": blas}[choice.tile] + abs(choice.swizzle - 2)
 
-    assert gpu_tiles.fastest(CHIPS[90], measure, False, 64, 64, 64).choice == TileChoice("small", 2)
+    assert gpu_tiles.fastest(CHIPS[90], measure, False, 64, 64, 64).choice == best
+
+
+def test_cublaslt_is_tried_where_it_can_multiply_and_never_predicted() -> None:
+    for chip in CHIPS.values():
+        assert gpu_tiles.BLAS in gpu_tiles.candidates(chip, inside=False)
+        assert gpu_tiles.BLAS not in gpu_tiles.candidates(chip, inside=True)
+        assert gpu_tiles.BLAS not in {entry.choice for entry in gpu_tiles.table(chip, gpu_tiles.predicted(chip))}
 
 
 def test_when_nothing_answers_it_says_why() -> None:
@@ -87,6 +95,7 @@ def test_a_table_is_written_in_its_place_and_read_back() -> None:
     measured = [
         TileEntry(True, 64, 128, 256, TileChoice("medium", 8)),
         TileEntry(False, 1, 2, 3, TileChoice("small", 1)),
+        TileEntry(False, 4, 5, 6, gpu_tiles.BLAS),
     ]
     tables = gpu_tiles.parsed(text) | {90: ("measured on a GPU, 2026-11-21", measured)}
     written = gpu_tiles.rewritten(text, tables)

@@ -1,4 +1,4 @@
-"""Peers take turns with us, the best round counts, and one that fails does not end the rest."""
+"""Peers take turns with fp8serve, the best round counts, and a peer that fails does not end the others."""
 
 import json
 import runpy
@@ -25,7 +25,7 @@ batch = [8]
 
 
 def engine(prefill: float, decode: float) -> str:
-    """What `bench engine --json` prints, as far as it counts here."""
+    """The relevant part of the output of `bench engine --json`."""
     figures = {"model": {}, "prefill": {"tokens_per_second": prefill}, "decode": [{"tokens_per_second": decode}]}
     return json.dumps(figures, indent=1)
 

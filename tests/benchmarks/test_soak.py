@@ -1,4 +1,4 @@
-"""A leak is found, a wrong answer, an unfair server and a request that is not counted; and a server of ours passes."""
+"""The soak finds a leak, a wrong answer, an unfair server and an uncounted request; and fp8serve's server passes."""
 
 import json
 import os
@@ -46,7 +46,7 @@ input()
 
 
 def test_the_memory_of_a_process() -> None:
-    """Of a child that does nothing else: what ran here before leaves room in the heap, and threads that come and go."""
+    """It is that of a child process, because earlier tests leave free heap and threads in this one."""
     with subprocess.Popen([sys.executable, "-c", GROWING], stdin=-1, stdout=-1, text=True) as child:
         assert child.stdin is not None
         assert child.stdout is not None

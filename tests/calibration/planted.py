@@ -1,4 +1,4 @@
-"""Models with an outlier in one channel, which the weights that read it undo: in high precision they say the same."""
+"""Models with an outlier in one channel, which the weights that read it undo: in high precision nothing changes."""
 
 import shutil
 from pathlib import Path

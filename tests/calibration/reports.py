@@ -27,7 +27,7 @@ def cast(headroom: float | None = 0.5, zeros: float = 0.02, sqnr_db: float | Non
 
 
 def make_report(layers: int = 4, model: str = "models/tiny") -> CalibrationReport:
-    """Layer 0 costs most; the inputs of every down_proj are cut off; layers have an order of cost and one of SQNR."""
+    """Layer 0 costs most, the inputs of every down_proj are cut off, the orders by cost and by SQNR differ."""
     names = [f"model.layers.{i}.{p}" for i in range(layers) for p in PROJECTIONS]
     sqnr = {n: 30 + 4 * math.sin(7 * i) - (6 if "down" in n else 0) for i, n in enumerate(names)}
     history = tuple(1 + 0.5 * math.sin(i) for i in range(20))

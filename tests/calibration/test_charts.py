@@ -65,7 +65,7 @@ def test_a_sparkline_runs_from_left_to_right_and_survives_zeros() -> None:
 
 
 def areas(svg: ElementTree.Element) -> dict[str, float]:
-    """Of the cells of each colour: class and opacity -> square pixels."""
+    """The area of the cells of each colour: class and opacity -> square pixels."""
     found = {}
     for path in svg.findall("path"):
         cells = re.findall(r"M([\d.]+) ([\d.]+)H([\d.]+)V([\d.]+)H", path.attrib["d"])

@@ -72,7 +72,7 @@ def test_shipped_passages_are_of_many_kinds() -> None:
 
 
 def test_shipped_conversations_go_through_the_models_template(model_dir: Path, tmp_path: Path) -> None:
-    """And are plain text to a model that has none, or one that refuses them."""
+    """For a model without a template, or with one that refuses them, they are plain text."""
     chats = [e for e in read_examples([PASSAGES]) if isinstance(e, ChatExample)]
     asks, plain = chats[0].messages[0]["content"][:20], f"User: {chats[0].messages[0]['content'][:20]}"
     refusing = "{{ raise_exception('no roles') }}"

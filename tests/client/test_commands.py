@@ -1,4 +1,4 @@
-"""`models`, `jobs` and `generate --server` against a server that says what a test tells it to."""
+"""`models`, `jobs` and `generate --server` against a server whose answers a test sets."""
 
 import json
 import signal
@@ -7,26 +7,31 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from fp8serve.cli import main
+from fp8serve.commands import job_series
 from tests.client.fake import EVENTS, FakeServer, Said, says
 
 JOB: dict[str, Any] = {
     "id": "ftjob-1", "status": "succeeded", "base_model": "m", "fine_tuned_model": "ft:m", "error": None,
     "progress": {"step": 2, "total_steps": 2, "train_loss": 1.23456},
 }  # fmt: skip
-SMALL = {"name": "small", "default": False, "state": "ready", "problem": None, "served": {"source": "base"}}
+SMALL = {"name": "small", "default": False, "state": "ready", "problem": None, "served": {"source": "base"},
+         "adapters": []}  # fmt: skip
+TUTOR = {"name": "tutor", "root": "team/tutor", "in_flight": 0, "method": "lora", "rank": 8, "layers": 2, "bytes": 100}
+LATER = TUTOR | {"name": "later", "root": "ftjob-2", "method": None, "rank": None, "layers": None, "bytes": None}
 OURS = {
     "alias": "m",
     "state": "ready",
     "served": {"source": "base"},
-    "available": [{"source": "base", "model": "m"}, {"source": "ftjob-1", "model": "ft:m"}],
+    "available": [{"source": "base", "model": "m", "base": "m"}, {"source": "ftjob-1", "model": "ft:m", "base": "m"}],
     "models": [
-        SMALL | {"name": "m", "default": True},
-        SMALL,
-        SMALL | {"name": "bad", "state": "failed", "problem": "It is damaged.", "served": None},
+        SMALL | {"name": "m", "default": True, "adapters": [TUTOR]},
+        SMALL | {"adapters": [TUTOR | {"name": "esc\033[2J"}]},
+        SMALL | {"name": "bad", "state": "failed", "problem": "Damaged.", "served": None, "adapters": [LATER]},
     ],
     "aliases": {"gpt-4o": "m"},
     "loadable": ["more"],
@@ -57,24 +62,29 @@ def test_models_of_ours(fake: FakeServer, call: Any) -> None:
     assert (status, [line.split() for line in out.splitlines()[1:]]) == (
         0,
         [
-            ["m", "base", "yes", "ready"],
-            ["small", "base", "yes", "ready"],
-            ["bad", "-", "no", "failed:", "It", "is", "damaged."],
-            ["ft:m", "ftjob-1", "no", "available"],
-            ["gpt-4o", "m", "yes", "alias"],
-            ["more", "more", "no", "loadable"],
+            ["m", "base", "yes", "ready", "-", "-"],
+            ["tutor", "team/tutor", "yes", "adapter", "m", "8"],
+            ["small", "base", "yes", "ready", "-", "-"],
+            ["esc\ufffd[2J", "team/tutor", "yes", "adapter", "small", "8"],
+            ["bad", "-", "no", "failed:", "Damaged.", "-", "-"],
+            ["later", "ftjob-2", "no", "adapter", "bad", "-"],
+            ["ft:m", "ftjob-1", "no", "available", "m", "-"],
+            ["gpt-4o", "m", "yes", "alias", "-", "-"],
+            ["more", "more", "no", "loadable", "-", "-"],
         ],
     )
     listed = json.loads(call("models", "list", "--json")[1])
-    assert [entry["served"] for entry in listed] == [True, True, False, False, True, False]
+    assert [entry["served"] for entry in listed] == [True, True, True, True, False, False, False, True, False]
+    assert {tuple(entry) for entry in listed} == {("model", "source", "served", "state", "base", "rank")}
+    assert [entry["base"] for entry in listed] == ["m", "m", None, "small", None, "bad", "m", None, None]
 
 
 @pytest.mark.parametrize("said", [says({"detail": "Not Found"}, 404), says({"data": []})])
 def test_models_of_another_server(said: Said, fake: FakeServer, call: Any) -> None:
     fake.routes["GET /models"] = said
     assert [line.split() for line in call("models", "list")[1].splitlines()[1:]] == [
-        ["fake", "-", "yes", "-"],
-        ["other", "-", "yes", "-"],
+        ["fake", "-", "yes", "-", "-", "-"],
+        ["other", "-", "yes", "-", "-", "-"],
     ]
 
 
@@ -82,6 +92,10 @@ def test_activation(fake: FakeServer, call: Any) -> None:
     swapped = says({"served": {"model": "ft:m"}})
     fake.routes |= {"GET /models": says(OURS), "POST /finetune/ftjob-1/activate": swapped}
     assert call("models", "activate", "ftjob-1") == (0, "ft:m is served.\n", "")
+    chosen = "--step", "4", "--max-perplexity-ratio", "1.5"
+    assert call("models", "activate", "ftjob-1", *chosen) == (0, "ft:m is served.\n", "")
+    assert fake.bodies("POST /finetune/ftjob-1/activate") == [{}, {"step": 4, "max_perplexity_ratio": 1.5}]
+    assert "leave --model out" in call("models", "activate", "ftjob-1", "--step", "4", "--model", "m")[2]
     fake.routes["POST /models/m/activate"] = says({"served": {"model": "m"}})
     assert call("models", "activate", "base") == (0, "m is served.\n", "")
     assert fake.bodies("POST /models/m/activate") == [{"source": "base"}]
@@ -160,6 +174,73 @@ def test_actions_on_a_job(action: str, fake: FakeServer, call: Any) -> None:
     assert "is it one of fp8serve?" in call("jobs", action, "a/b")[2]
 
 
+def test_a_job_is_deleted(fake: FakeServer, call: Any) -> None:
+    fake.routes["DELETE /finetune/a%2Fb"] = says({"id": "a/b", "deleted": True})
+    assert call("jobs", "delete", "a/b") == (0, "a/b is deleted.\n", "")
+    assert json.loads(call("jobs", "delete", "a/b", "--json")[1]) == {"id": "a/b", "deleted": True}
+    fake.routes["DELETE /finetune/a%2Fb"] = says({"error": "The job has not ended.", "code": "job_state"}, 409)
+    assert call("jobs", "delete", "a/b")[2] == "fp8serve: The server answered 409: The job has not ended.\n"
+
+
+SERIES = [
+    {"step": 1, "total_steps": 2, "train_loss": 2.5, "learning_rate": 1e-5},
+    {"step": 2, "total_steps": 2, "train_loss": 1.25, "valid_loss": 2.0, "reward": "esc\033[2J"},
+]
+
+
+def test_the_metrics_of_a_job(fake: FakeServer, call: Any, tmp_path: Path) -> None:
+    fake.routes["GET /finetune/j/metrics"] = says({"metrics": SERIES})
+    lines = call("jobs", "metrics", "j")[1].splitlines()
+    assert lines[0].split()[:5] == ["step", "total_steps", "epoch", "train_loss", "valid_loss"]
+    assert lines[2].split()[:5] == ["2", "2", "-", "1.25", "2"]
+    assert json.loads(call("jobs", "metrics", "j", "--json")[1]) == SERIES
+    assert [line.split(",")[3] for line in call("jobs", "metrics", "j", "--csv")[1].splitlines()] == [
+        "train_loss", "2.5", "1.25",
+    ]  # fmt: skip
+    assert call("jobs", "metrics", "j", "--csv", "--json")[0] == 2
+    chart = call("jobs", "plot", "j")[1].splitlines()
+    assert (chart[0].split()[0], chart[-3].split()[0], chart[-1].split()[1:]) == (
+        "2.5", "1.25", ["training", "o", "validation"],
+    )  # fmt: skip
+    picture = tmp_path / "loss.svg"
+    assert call("jobs", "plot", "j", "--svg", str(picture)) == (0, "", "")
+    root = ElementTree.fromstring(picture.read_text())
+    assert [title.text for title in root.iter("{http://www.w3.org/2000/svg}title")] == ["training", "validation"]
+    assert "cannot be written" in call("jobs", "plot", "j", "--svg", str(tmp_path / "no" / "loss.svg"))[2]
+
+
+def test_metrics_of_a_job_without_a_step(fake: FakeServer, call: Any) -> None:
+    fake.routes["GET /finetune/j/metrics"] = says({"metrics": []})
+    assert len(call("jobs", "metrics", "j")[1].splitlines()) == 1
+    assert len(call("jobs", "metrics", "j", "--csv")[1].splitlines()) == 1
+    assert call("jobs", "plot", "j") == (
+        1, "", "fp8serve: No step has been reported yet; there is nothing to draw.\n"
+    )  # fmt: skip
+    fake.routes["GET /finetune/j/metrics"] = says({"hello": 1})
+    assert "is it one of fp8serve?" in call("jobs", "metrics", "j")[2]
+
+
+def test_a_dry_run_on_the_server_starts_no_job(fake: FakeServer, call: Any, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "a"}\n')
+    report = {
+        "ok": True, "bad_lines": [], "bad_line_count": 0, "data": {"rows": 1, "tokens": 2}, "trainable_fraction": 1.0,
+        "steps": 3, "memory_bytes": {"total": 1 << 30}, "sample": [["a", True]],
+    }  # fmt: skip
+    fake.routes |= {"POST /v1/files": says({"id": "file-1"}), "POST /finetune/validate": says(report)}
+    status, out, _ = call("jobs", "submit", str(data), "--epochs", "3", "--dry-run")
+    assert (status, out.splitlines()[0]) == (
+        0,
+        "1 rows, 2 tokens, 100% of them learnt; 3 steps; about 1.0 GiB of memory",
+    )
+    assert fake.bodies("POST /finetune/validate") == [{"epochs": 3, "file_id": "file-1"}]
+    bad = {"line": 1, "message": "line 1 is\033 bad"}
+    fake.routes["POST /finetune/validate"] = says(report | {"ok": False, "bad_lines": [bad], "bad_line_count": 2})
+    status, out, _ = call("jobs", "submit", str(data), "--dry-run")
+    assert (status, out.splitlines()[:2]) == (1, ["line 1 is\ufffd bad", "... and 1 more rows that are wrong"])
+    assert json.loads(call("jobs", "submit", str(data), "--dry-run", "--json")[1])["bad_lines"] == [bad]
+
+
 @pytest.mark.parametrize("said", [Said(history("x")[:2], kind=EVENTS), Said(history("x")[:2], kind=EVENTS, cut=True)])
 def test_a_server_that_goes_away_while_it_is_watched(said: Said, fake: FakeServer, call: Any) -> None:
     fake.routes["GET /finetune/j/events"] = said
@@ -206,3 +287,20 @@ def test_a_completion_that_is_none(answer: Any, fake: FakeServer, call: Any) -> 
 @pytest.mark.parametrize("args", [["generate"], ["generate", "m", "--model", "x"], ["jobs", "show"], ["models", "x"]])
 def test_wrong_usage(args: list[str]) -> None:
     assert main(args) == 2
+
+
+def test_losses_are_drawn_for_a_person_at_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_series.show_chart(SERIES)
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    job_series.show_chart([])
+    job_series.show_chart(SERIES)
+    assert capsys.readouterr().out.splitlines()[-1].split()[1:] == ["training", "o", "validation"]
+
+
+def test_as_many_metrics_as_are_named_are_drawn() -> None:
+    names = [f"metric {n}" for n in range(7)]
+    drawn = job_series.chart([{"step": step, **dict.fromkeys(names, step)} for step in range(3)], names)
+    assert [name for name in names if name in drawn] == names

@@ -1,4 +1,4 @@
-"""Every architecture that is served, as the tiny random model that transformers' own class writes of it.
+"""Every architecture that is served, as a tiny random model written by transformers' own class.
 
 A family without a row here fails its tests, so a new row of `families.py` comes with one.
 """
@@ -20,7 +20,8 @@ KINDS = {
     "olmo2": "olmo2", "olmo3": "olmo3-stretched", "glm": "glm", "glm4": "glm4", "ministral3": "ministral3",
     "cohere": "cohere-qk-norm", "cohere2": "cohere2", "stablelm": "stablelm", "mixtral": "mixtral",
     "qwen2_moe": "qwen2-moe", "qwen3_moe": "qwen3-moe-sparse", "gpt_oss": "gpt-oss",
-    "deepseek_v2": "deepseek-v2", "deepseek_v3": "deepseek-v3",
+    "deepseek_v2": "deepseek-v2", "deepseek_v3": "deepseek-v3", "dots1": "dots1", "glm4_moe": "glm4-moe",
+    "phimoe": "phimoe", "apertus": "apertus",
 }  # fmt: skip
 MIXTURE = {"num_experts_per_tok": 2, "pad_token_id": 2}
 OLD_SIZES = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 96}

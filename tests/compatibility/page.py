@@ -39,11 +39,11 @@ CHECKS = {
 HEAD = """# Architectures
 
 Made by `make compatibility`, which runs `tests/compatibility` on a tiny random model of each architecture, written by
-transformers' own class. A cell says whether all of its tests passed. Everything of a family is honoured that its
-`config.json` may say, or refused in one sentence.
+transformers' own class. A cell says whether all of its tests passed. Every key that a family's `config.json`
+may hold is honoured, or refused in one sentence.
 
 Where "computed by" says transformers there is no family: transformers' own class runs, with our linear layers and our
-attention. Rows like that stand for the classes that can be run so; docs/formats.md says which cannot.
+attention. These rows are examples of such classes; docs/formats.md says which classes cannot run.
 """
 Outcomes = Mapping[tuple[str, str], bool]  # (test, name of the model) -> whether all of it passed
 
@@ -64,13 +64,13 @@ def _row(name: str, outcomes: Outcomes) -> list[str]:
 
 
 def complete() -> Outcomes:
-    """What the page is made of when every test passes that runs."""
+    """The contents of the page if every test that runs passes."""
     left_out = {("test_transformers_reads_what_is_written", name) for name in NOT_READ_BY_TRANSFORMERS}
     return {(check, name): (check, name) not in left_out for check in CHECKS for name in NAMES}
 
 
 def tested() -> Outcomes:
-    """What becomes of every test now."""
+    """The present outcome of every test."""
     found: dict[tuple[str, str], list[bool]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")

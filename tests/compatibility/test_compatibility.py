@@ -1,4 +1,4 @@
-"""Every architecture through every room, against transformers; docs/compatibility.md is made of these tests."""
+"""Every architecture through every stage, against transformers; docs/compatibility.md is made from these tests."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -71,7 +71,7 @@ def calibrated(made: ModelDir, tmp_path_factory: pytest.TempPathFactory) -> Call
 
 
 def apart(found: Tensor, expected: Tensor) -> float:
-    """Root of the mean squared difference, as a part of what is expected."""
+    """The root mean squared difference relative to the expected values."""
     return float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
 
 

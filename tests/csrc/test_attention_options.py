@@ -1,4 +1,4 @@
-"""Windows, soft caps and sinks of paged attention: right, the same bits however the work is cut, and nothing unseen."""
+"""Windows, soft caps and sinks of paged attention: right, the same bits however the work is divided, and masked."""
 
 import pytest
 import torch

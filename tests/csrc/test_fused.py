@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8serve.fp8.ops import LEVELS, reference
+from fp8serve.fp8.ops import LEVELS, cases, reference
+from fp8serve.fp8.ops.strips import cast_rows
 from tests.csrc.helpers import FORMATS, HIGH, all_bf16, assert_bits_equal, assert_fp8_equal, hostile, tame
 
 OPS = torch.ops.fp8serve
@@ -60,6 +61,17 @@ def test_a_fused_op_casts_the_bits_of_the_plain_op(level, shape, high):
             expected, expected_amax = reference.quantize(plain, scale, dtype)
             assert_fp8_equal(q, expected)
             assert_bits_equal(amax, expected_amax)
+
+
+@pytest.mark.parametrize("name", ["rms_norm_quantize_rows", "silu_mul_quantize_rows"])
+def test_rows_are_cast_as_the_plain_op_leaves_them(level, name):
+    plain = OPS.rms_norm if name.startswith("rms") else OPS.silu_mul
+    for case in cases(name):
+        *given, width, power_2 = case.make()
+        q, scale_inv = getattr(OPS, name)(*given, width, power_2)
+        expected, expected_scale_inv = cast_rows(OPS, plain(*given), width, power_2)
+        assert_fp8_equal(q, expected)
+        assert_bits_equal(scale_inv, expected_scale_inv)
 
 
 def test_silu_of_extremes(level):

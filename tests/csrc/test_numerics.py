@@ -33,7 +33,7 @@ def capped(cap: str) -> dict[str, dict[str, str]]:
 
 
 def written(op: str, kernels: Any, args: tuple[Any, ...]) -> list[Tensor]:
-    """The results of an op, and what its arguments are afterwards."""
+    """The results of an op, and its arguments afterwards."""
     found = getattr(kernels, op)(*args)
     flat = [*(found if isinstance(found, tuple) else (found,)), *args]
     nested = [x if isinstance(x, list) else [x] for x in flat]
@@ -126,6 +126,7 @@ def test_only_bf16_products_need_bf16() -> None:
         "packed_mm",
         "joined_mm",
         "grouped_mm",
+        "grouped_mlp",
         "paged_attention",
     }
     assert ops.reads_packed()

@@ -1,4 +1,4 @@
-"""Packed weights: the order is the reference's, every level reads it, and no product changes a bit by it."""
+"""Packed weights: the order is the reference's, every level reads it, and it changes no bit of a product."""
 
 import pytest
 import torch

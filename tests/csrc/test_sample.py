@@ -1,4 +1,4 @@
-"""The draw of a token: that of the reference, and what a plain reading of the filters gives."""
+"""The draw of a token: as the reference draws it, and as a plain implementation of the filters does."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +27,7 @@ def arguments(vocab: int, rows: int, seed: int, ties: bool) -> tuple[Any, ...]:
 
 
 def flat_rows(top_k: int) -> tuple[tuple[Any, ...], list[int]]:
-    """1000 equal logits, of which one row forbids all but one: the arguments, and the tokens."""
+    """1000 equal logits, all but one forbidden in one row: the arguments, and the tokens."""
     one = torch.ones(3, dtype=torch.float64)
     flat = torch.zeros(3, 1000)
     flat[1], flat[1, 777] = -torch.inf, 5.0

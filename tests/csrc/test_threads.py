@@ -1,4 +1,4 @@
-"""Threads of our own: they end with the work, do not outlive a fork, and one caller does not wait for another's."""
+"""The kernels' own threads: they end with the work, do not survive a fork, and callers do not wait for each other."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""`kernels` runs a test on a GPU (mark gpu) and on the emulated one, which needs a C++ compiler only."""
+"""`kernels` runs a test on a GPU (mark gpu) and on the emulated one, which only needs a C++ compiler."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,13 +1,17 @@
 """The CUDA kernels on a GPU made of C++ (emulator/cuda/device.h): same sources, compiled by the C++ compiler, run here.
 
-`ops()` gives them as `torch.ops.fp8serve_emulated`, with the schemas of the real ops, for CPU tensors. What it shows
-and what it cannot is said in the emulator. The library lies in build/emulator and is built again when a source changes,
-by one process at a time.
+`ops()` gives them as `torch.ops.fp8serve_emulated`, with the schemas of the real ops, for CPU tensors. The emulator
+says what it can show and what not. A library is in build/NAME and is built again when a source changes, by
+one process at a time.
 """
 
+import ctypes
 import fcntl
+import re
 import shutil
 import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,50 +26,145 @@ EMULATOR = ROOT / "tests/cuda/emulator"
 KERNELS = [path for path in sorted((ROOT / "csrc/cuda").glob("*.cu")) if path.stem[-3:] not in {"m90", "100", "120"}]
 COMPILER = shutil.which("c++")
 TORCH = Path(torch.__file__).parent
-FLAGS = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror"]
+FLAGS = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror"]
+SOURCES = [*KERNELS, *sorted(EMULATOR.glob("*.cpp"))]
 
 
-def _compile(source: Path, folder: Path) -> subprocess.Popen[str] | None:
-    """Starts the compiler if the object is older than what it is made of."""
-    target = folder / f"{source.stem}.o"
-    newest = max(path.stat().st_mtime for path in [source, *HEADERS, *EMULATOR.rglob("*.h")])
-    if target.exists() and target.stat().st_mtime > newest:
-        return None
-    places = [f"-I{EMULATOR}", f"-I{ROOT / 'csrc'}", "-isystem", str(TORCH / "include")]
-    command = [str(COMPILER), *FLAGS, *places, "-DTORCH_TARGET_VERSION=0x020a000000000000", "-x", "c++", "-c"]
-    return subprocess.Popen([*command, str(source), "-o", str(target)], stderr=subprocess.PIPE, text=True)
+@dataclass(frozen=True)
+class Build:
+    """A library of emulated kernels: its folder below build/, how the compiler is called, and for what."""
+
+    name: str
+    flags: Sequence[str]
+    sources: Sequence[Path] = tuple(SOURCES)
+
+    @property
+    def folder(self) -> Path:
+        return ROOT / "build" / self.name
 
 
-def build() -> Path:
-    folder = ROOT / "build/emulator"
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
+PLAIN = Build("emulator", ["-O1"])
+
+
+def build(wanted: Build) -> Path:
+    wanted.folder.mkdir(parents=True, exist_ok=True)
+    with (wanted.folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return _build(folder)
+        return _build(wanted)
 
 
-def _build(folder: Path) -> Path:
-    for pair in zip(KERNELS[::2], [*KERNELS[1::2], None], strict=False):  # two at a time
-        for running in [_compile(source, folder) for source in pair if source is not None]:
+def _build(wanted: Build) -> Path:
+    for pair in zip(wanted.sources[::2], [*wanted.sources[1::2], None], strict=False):  # two at a time
+        for running in [_compile(wanted, source) for source in pair if source is not None]:
             if running is not None and (error := running.communicate()[1]) and running.returncode:
                 raise RuntimeError(f"the emulated kernels do not compile:\n{error}")
-    library = folder / "libemulated.so"
-    objects = [folder / f"{source.stem}.o" for source in KERNELS]
+    library = wanted.folder / "libemulated.so"
+    objects = [wanted.folder / f"{source.stem}.o" for source in wanted.sources]
     if library.exists() and library.stat().st_mtime > max(path.stat().st_mtime for path in objects):
         return library
-    fresh = folder / "fresh.so"  # a process that has the old one loaded keeps it
-    link = [str(COMPILER), "-shared", *map(str, objects), f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-Wl,--no-undefined"]
-    subprocess.run([*link, "-o", str(fresh)], check=True)
+    fresh = wanted.folder / "fresh.so"  # a process that has the old one loaded keeps it
+    link = [str(COMPILER), "-shared", *wanted.flags, *map(str, objects), f"-L{TORCH / 'lib'}", "-ltorch_cpu"]
+    subprocess.run([*link, "-Wl,--no-undefined", "-o", str(fresh)], check=True)
     fresh.replace(library)
     return library
 
 
+def _compile(wanted: Build, source: Path) -> subprocess.Popen[str] | None:
+    """Starts the compiler if the object is older than what it is made of."""
+    target = wanted.folder / f"{source.stem}.o"
+    newest = max(path.stat().st_mtime for path in [source, *HEADERS, *EMULATOR.rglob("*.h")])
+    if target.exists() and target.stat().st_mtime > newest:
+        return None
+    places = [f"-I{EMULATOR}", f"-I{ROOT / 'csrc'}", "-isystem", str(TORCH / "include")]
+    command = [str(COMPILER), *FLAGS, *wanted.flags, *places, "-DTORCH_TARGET_VERSION=0x020a000000000000"]
+    return subprocess.Popen(
+        [*command, "-x", "c++", "-c", str(source), "-o", str(target)], stderr=subprocess.PIPE, text=True
+    )
+
+
+class Emulator:
+    """A library of the emulated kernels, loaded: its ops, and the settings of its GPU."""
+
+    def __init__(self, library: Path) -> None:
+        self._schemas = torch.library.Library("fp8serve_emulated", "DEF")  # the definitions live as long as this
+        for name in compiled_for("cuda"):
+            schema = getattr(torch.ops.fp8serve, name).default._schema
+            self._schemas.define(str(schema).removeprefix("fp8serve::"))
+        torch.ops.load_library(str(library))
+        self.ops = torch.ops.fp8serve_emulated
+        self._library = ctypes.CDLL(str(library))
+        self._library.emulator_met.restype = self._library.emulator_launches.restype = ctypes.c_char_p
+        self._declared, self._kernels = shared_memory(library), functions(library)
+        for memory in self._declared.values():
+            self._library.emulator_declare(*map(ctypes.c_size_t, memory))
+
+    def be(self, capability: int, multiprocessors: int, shared_bytes: int) -> None:
+        """Another chip than an Ada with four multiprocessors."""
+        self._library.emulator_be(capability, multiprocessors, shared_bytes)
+
+    def run_backwards(self, backwards: bool) -> None:
+        """Whether the last thread of a block runs first."""
+        self._library.emulator_run_backwards(ctypes.c_bool(backwards))
+
+    def leave_out(self, site: str) -> None:
+        """No kernel obeys the barrier or wait at "file.cu:line" from now on; "": all are obeyed."""
+        self._library.emulator_leave_out(site.encode())
+
+    def met(self) -> set[str]:
+        """The barriers and waits that kernels came to since the last call."""
+        return set(self._library.emulator_met().decode().split())
+
+    def launches(self) -> list[tuple[str, int]]:
+        """What was launched since the last call, in order: the kernel, and the bytes of shared memory that its block
+        has, declared and dynamic. Memory that is set to zero is a launch, too, "memset"."""
+        found = []
+        for line in self._library.emulator_launches().decode().splitlines():
+            at, dynamic = line.split()
+            kernel = self._kernels[int(at, 16)] if int(at, 16) else "memset"
+            declared = sum(size for name, (_, size) in self._declared.items() if name.rpartition("::")[0] == kernel)
+            found.append((kernel, declared + int(dynamic)))
+        return found
+
+    def mma(self, name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """A warp's product by an instruction; by lane: a int32 [32, 4], b int32 [32, 2], the result FP32 [32, 4]."""
+        c = torch.zeros(32, 4)
+        self._library.emulator_mma(name.encode(), *(ctypes.c_void_p(t.data_ptr()) for t in (a, b, c)))
+        return c
+
+    def ldmatrix(self, transposed: bool, rows: torch.Tensor) -> torch.Tensor:
+        """int32 [32, 4] by lane, of 32 rows of 16 bytes."""
+        out = torch.zeros(32, 4, dtype=torch.int32)
+        pointers = (ctypes.c_void_p(t.data_ptr()) for t in (rows, out))
+        self._library.emulator_ldmatrix(ctypes.c_bool(transposed), *pointers)
+        return out
+
+
+def _symbols(library: Path) -> list[tuple[int, str, int, str]]:
+    """(offset, section, bytes, name) of everything in the library."""
+    listed = subprocess.run(["objdump", "--syms", "--demangle", library], capture_output=True, text=True, check=True)
+    line = re.compile(r"^([0-9a-f]+) .{7} (\.\w+)\t([0-9a-f]+)\s+(?:\.hidden )?(.*)$", re.MULTILINE)
+    return [(int(at, 16), section, int(size, 16), name) for at, section, size, name in line.findall(listed.stdout)]
+
+
+def functions(library: Path) -> dict[int, str]:
+    """The functions in the library, by their offset."""
+    return {at: name.removeprefix("void ") for at, section, _, name in _symbols(library) if section == ".text"}
+
+
+def shared_memory(library: Path) -> dict[str, tuple[int, int]]:
+    """What kernels declare `__shared__`, in the emulator a function's static variables: (offset, bytes) by symbol."""
+    known = set(functions(library).values())
+    return {
+        name: (at, size)
+        for at, section, size, name in _symbols(library)
+        if section == ".bss" and name.startswith("fp8serve::") and name.rpartition("::")[0] in known
+    }
+
+
 @cache
+def emulator() -> Emulator:
+    return Emulator(build(PLAIN))
+
+
 def ops() -> Any:
-    schemas = torch.library.Library("fp8serve_emulated", "DEF")
-    for name in compiled_for("cuda"):
-        schema = getattr(torch.ops.fp8serve, name).default._schema
-        schemas.define(str(schema).removeprefix("fp8serve::"))
-    torch.ops.load_library(str(build()))
-    ops.library = schemas  # the definitions live as long as this
-    return torch.ops.fp8serve_emulated
+    return emulator().ops

@@ -1,6 +1,6 @@
 """Recorded parity vectors: python -m tests.cuda.record_vectors, to be run on a CPU with its library built.
 
-vectors.safetensors holds inputs and what the CPU kernels made of them. Both sides are tested against it: a GPU must
+vectors.safetensors holds inputs and the CPU kernels' results. Both sides are tested against it: a GPU must
 give the data and scales that some CPU gave once, not those of the reference that happens to run beside it, and a later
 CPU kernel must give them too. Written anew only when docs/numerics.md changes.
 """
@@ -35,7 +35,7 @@ KINDS = {
 
 
 def load() -> dict[str, Tensor]:
-    """What PATH holds. A GPU may be lent with torch alone on the machine, so the safetensors package is not needed."""
+    """The contents of PATH. A machine with a GPU may have only torch, so the safetensors package is not needed."""
     content = PATH.read_bytes()
     begin = 8 + int.from_bytes(content[:8], "little")
     header, found = json.loads(content[8:begin]), {}

@@ -122,13 +122,15 @@ def on_emulated_kernels(monkeypatch: pytest.MonkeyPatch, but: str = "") -> None:
     kernels = emulated.ops()
     taken = {
         frozen_layers: ("norm rms_norm", "norm_quantize rms_norm_quantize", "silu_mul silu_mul", "quantize quantize",
-                        "silu_mul_quantize silu_mul_quantize", "scaled_mm scaled_mm", "scaled_mm_add scaled_mm_add"),
+                        "silu_mul_quantize silu_mul_quantize", "quantize_watched quantize_watched",
+                        "scaled_mm scaled_mm", "scaled_mm_add scaled_mm_add", "watched_mm_add watched_mm_add"),
         elementwise: ("rms_norm rms_norm",),
         runner: ("rotary_write_kv rotary_write_kv", "paged_attention paged_attention"),
     }  # fmt: skip
     for module, names in taken.items():
         for name, op in (pair.split() for pair in names if pair.split()[1] != but):
             monkeypatch.setattr(module, f"_{name}", getattr(kernels, op).default)
+    monkeypatch.setattr(frozen_layers, "_is_on_gpu", lambda x: True)
 
 
 @pytest.mark.emulator

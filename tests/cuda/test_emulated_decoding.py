@@ -1,8 +1,12 @@
 """A decoding step by the CUDA kernels on the emulated GPU: all but attention rounds as it does on the CPU."""
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 import torch
 
+from benchmarks import gpu_decode
 from fp8serve.fp8 import stacked
 from fp8serve.model.network.experts import mixtures
 from tests.cuda import emulated, test_decoding
@@ -10,6 +14,7 @@ from tests.cuda.test_decoding import CONFIG, Tiny, noise, on_emulated_kernels
 
 EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 6,
            "num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": 128}  # fmt: skip
+LAUNCHES_OF_A_LAYER = 10
 
 
 @pytest.mark.emulator
@@ -39,9 +44,52 @@ def test_experts_are_multiplied_as_on_the_cpu(recipe: str, monkeypatch: pytest.M
         return emulated.ops().grouped_mm(*args)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(stacked, "_grouped_mm", grouped_mm)
+    monkeypatch.setattr(stacked.Stacked, "makes_mlp_with", lambda *_: False)  # as on a GPU: op by op
     found = Tiny("cpu", recipe, budget=48)
     assert all(experts.is_stacked for experts in mixtures(found.runner.model).values())
     found.generate(2, temperature=0.0)
     assert min(rows) <= 64 < max(rows)
     for one, other in zip(found.logits, expected.logits, strict=True):
         assert noise(one, other) <= 10**-10
+
+
+def launches_of_a_step(layers: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels of a decoding step of one sequence, by static scales, in order."""
+    sized = gpu_decode.config(dry=True)
+    layered = replace(
+        sized, num_layers=layers, layer_windows=(None,) * layers, layer_ropes=sized.layer_ropes[:1] * layers
+    )
+    monkeypatch.setattr(gpu_decode, "config", lambda dry: layered)
+    step = gpu_decode.DecodeStep("cpu", dry=True)
+    emulated.emulator().launches()
+    step(0)
+    return [name for name, _ in emulated.emulator().launches()]
+
+
+@pytest.mark.emulator
+def test_the_launches_of_a_layer_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Residual and sums together, counting inside the cast, nothing set to zero. Whoever needs fewer writes the new
+    number down."""
+    on_emulated_kernels(monkeypatch)
+    two, three = (launches_of_a_step(layers, monkeypatch) for layers in (2, 3))
+    layer = Counter(three) - Counter(two)
+    assert layer.total() == len(three) - len(two)
+    assert layer.total() == LAUNCHES_OF_A_LAYER, layer
+    assert layer["memset"] == 0
+
+
+@pytest.mark.emulator
+def test_long_sums_take_no_more_launches() -> None:
+    """K of 4096 and a residual, for one row, for 64, and for rows of experts."""
+    gpu, one = emulated.emulator(), torch.tensor(1.0)
+    weight = torch.ones(16, 4096).to(torch.float8_e4m3fn)
+    for rows in (1, 64):
+        residual = torch.zeros(rows, 16, dtype=torch.bfloat16)
+        gpu.launches()
+        found = gpu.ops.scaled_mm_add(weight[:1].expand(rows, -1).contiguous(), weight, one, one, None, residual)
+        assert len(gpu.launches()) == 1
+        assert bool((found == 4096).all())
+    ends, scales = torch.tensor([2, 3], dtype=torch.int32), torch.ones(2)
+    found = gpu.ops.grouped_mm(weight[:3], weight.view(2, 8, 4096), one, scales, ends, None, torch.bfloat16)
+    assert len(gpu.launches()) == 1
+    assert bool((found == 4096).all())

@@ -68,6 +68,30 @@ def test_rotary_into_fp8_from_a_fused_projection(kernels):
         assert bool((one.cpu().float().isnan() & wanted.float().isnan())[differs].all())  # a made NaN has either sign
 
 
+@pytest.mark.parametrize("case", cases("watched_mm_add"), ids=lambda case: case.name)
+def test_a_product_that_casts_and_counts_is_its_parts(kernels, case):
+    """To the bit, where it is one launch and where it is several."""
+    fused, parts = kernels.here(case.make()), kernels.here(case.make())
+    found = kernels.ops.watched_mm_add(*fused)
+    x, scale, seen, saturated, rows, *weight, residual = parts
+    q = kernels.ops.quantize_watched(x, None, None, scale, seen, saturated, rows)
+    assert_bits_equal(found.cpu(), kernels.ops.scaled_mm_add(q, weight[0], *weight[1:], residual).cpu())
+    assert (float(fused[2]), int(fused[3])) == (float(seen), int(saturated))
+    expected = case.make()
+    torch.testing.assert_close(found.cpu(), reference.watched_mm_add(*expected), rtol=1.6e-2, atol=1e-2)
+    assert (float(seen), int(saturated)) == (float(expected[2]), int(expected[3]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [1, 16, 64, 70])
+def test_a_residual_is_added_to_the_rounded_product(kernels, rows, dtype):
+    """To the bit, by the kernel that adds it where the sums are made and by the one that does not."""
+    a, b = tame(rows, 1200, seed=1).to(FORMATS[0]), tame(24, 1200, seed=2).to(FORMATS[0])
+    one, residual = torch.tensor(0.37), tame(rows, 24, dtype, 3)
+    product = kernels.run("scaled_mm", a, b, one, one, None, dtype)
+    assert_bits_equal(kernels.run("scaled_mm_add", a, b, one, one, None, residual), residual + product)
+
+
 @pytest.mark.parametrize("op", ["mm", "scaled_mm_add"])
 def test_products(kernels, op):
     for case in cases(op):

@@ -28,7 +28,7 @@ def operands(m, n, k, a_by="tensor", b_by="tensor", formats=(E4M3, E4M3)):
 
 
 def magnitudes(a, b, a_scale, b_scale):
-    """The sum of |a| |b| behind every output: what an error of accumulation is relative to."""
+    """The sum of |a| |b| of every output, relative to which an error of accumulation is measured."""
     return exact(a.float().abs(), b.float().abs(), a_scale, b_scale)
 
 

@@ -1,4 +1,4 @@
-"""What of the CUDA half can go wrong before a kernel runs: launches, chips, the build. Nothing here needs a GPU."""
+"""What can go wrong in the CUDA part before a kernel runs: launches, chips, the build. Nothing here needs a GPU."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What is built, and what is in it: registrations, symbols, instructions. Nothing here needs a GPU."""
+"""The built library and its contents: registrations, symbols, instructions. Nothing here needs a GPU."""
 
 import re
 import shutil

@@ -116,7 +116,7 @@ def _train(base: Path, out: Path, device: str, recipe: str) -> list[float]:
 
 
 def test_the_main_job(device: str, base: Path, tmp_path: Path) -> None:
-    """Calibrated, served, fine-tuned from what was calibrated and stopped in between, and served again."""
+    """Calibrates, serves, fine-tunes the calibrated model with an interruption, and serves again."""
     fp8 = tmp_path / "fp8"
     report = calibrate(
         base, out=fp8, recipe=DelayedScaling(amax_history_len=16), samples=8, seq_len=64, gradients=True, device=device

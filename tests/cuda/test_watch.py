@@ -1,26 +1,35 @@
-"""What serving counts of its inputs, and the transpose of FP8 data, on the device."""
+"""What serving counts of its inputs as it casts them, and the transpose of FP8 data, on the device."""
 
 import pytest
 import torch
 
-from fp8serve.fp8.ops import cases, reference
+from fp8serve.fp8.ops import cases
 from tests.csrc.helpers import assert_fp8_equal
+from tests.csrc.test_watch import assert_counts
 
 
-@pytest.mark.parametrize("case", cases("count_saturated"), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases("quantize_watched"), ids=lambda case: case.name)
 def test_counting(kernels, case):
-    args, expected = kernels.here(case.make()), case.make()
-    kernels.ops.count_saturated(*args)
-    reference.count_saturated(*expected)
-    assert [float(t) for t in args[5:7]] == [float(t) for t in expected[5:7]]
+    assert_counts(kernels.ops, kernels.here(case.make()), case.make())
 
 
-def test_every_cut_off_element_is_counted(kernels):
-    x = torch.tensor([-449.0, 448.0]).repeat(300, 100)
-    seen, saturated = kernels.here([torch.tensor(0.0), torch.tensor(0)])
-    x, one, amax = kernels.here((x, torch.tensor(1.0), torch.tensor(449.0)))
-    kernels.ops.count_saturated(x, None, None, one, amax, seen, saturated, None)
-    assert (float(seen), int(saturated)) == (449.0, 30_000)
+@pytest.mark.parametrize("rows", [None, 0, 1, 299, 300, 1000])
+def test_every_cut_off_element_is_counted(kernels, rows):
+    """Of so many values that several blocks count, in rows that end inside a chunk."""
+    x = torch.tensor([-449.0, 448.0, 449.0]).repeat(300, 151)
+    seen, saturated = kernels.here([torch.tensor(0.0), torch.tensor(7)])
+    x, one = kernels.here((x, torch.tensor(1.0)))
+    live = None if rows is None else kernels.here(torch.tensor(rows))
+    kernels.ops.quantize_watched(x, None, None, one, seen, saturated, live)
+    counted = 300 if rows is None else min(rows, 300)
+    assert (float(seen), int(saturated)) == (449.0, 7 + counted * 302)
+
+
+def test_counters_only_rise(kernels):
+    x = torch.tensor([[1.0, -3.0, torch.nan]])
+    seen, saturated = kernels.here([torch.tensor(5.0), torch.tensor(2)])
+    kernels.ops.quantize_watched(*kernels.here((x, None, None, torch.tensor(1.0))), seen, saturated, None)
+    assert (float(seen), int(saturated)) == (5.0, 2)
 
 
 @pytest.mark.parametrize("case", cases("transpose_fp8"), ids=lambda case: case.name)

@@ -1,4 +1,4 @@
-"""One tiny model for all tests of the room."""
+"""One tiny model for all tests of the engine."""
 
 from pathlib import Path
 

@@ -36,7 +36,7 @@ def engine(model: Path, mode: str, **options: Any) -> Engine:
 
 
 def tokens(runner: Engine, prompts: list[tuple[int, ...]], tenant: str = "") -> list[list[int]]:
-    """What the engine says after each, all of them in one batch. A tenant shares no cached prefix with another."""
+    """The engine's answer to each prompt, all in one batch. Tenants do not share cached prefixes."""
     params = SamplingParams(max_new_tokens=NEW, temperature=0.0, ignore_eos=True)
     said: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
     for name, prompt in zip(said, prompts, strict=True):

@@ -1,4 +1,4 @@
-"""What an engine decides on a GPU, tried where there is none: the GPU's answers are stand-ins."""
+"""The decisions of an engine on a GPU, tested without one: stand-ins give the GPU's answers."""
 
 from collections.abc import Callable
 from pathlib import Path

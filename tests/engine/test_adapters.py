@@ -1,4 +1,4 @@
-"""Several adapters in one batch: each answer is bit for bit what it is alone, and those without one are as ever."""
+"""Several adapters in one batch: each answer has the bits that it has alone, also those without an adapter."""
 
 import json
 import shutil

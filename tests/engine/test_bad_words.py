@@ -1,4 +1,4 @@
-"""Bad words never stand in an answer, whatever tokens it is written in."""
+"""Bad words never occur in an answer, whatever tokens it consists of."""
 
 from hypothesis import given
 from hypothesis import strategies as st

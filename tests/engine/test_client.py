@@ -1,4 +1,4 @@
-"""The engine's process as a server meets it: it answers, refuses, dies, drains, and never leaves anyone waiting."""
+"""The engine's process from a server's view: it answers, refuses, dies, drains, and never leaves anyone waiting."""
 
 import asyncio
 import os
@@ -200,7 +200,7 @@ async def test_a_load_error_arrives_as_what_it_is_and_leaves_nothing_behind(
 
 
 async def test_the_socket_is_private(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen by a stand-in for the worker, which then ends without a word."""
+    """A stand-in for the worker looks at it, and then ends silently."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     modes: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Drafts: what they repeat, how long they are, and what a sequence pays for them."""
+"""Drafts: which tokens they repeat, how long they are, and what a sequence pays for them."""
 
 import itertools
 import random
@@ -45,7 +45,7 @@ def test_token_ids_may_be_larger_than_characters() -> None:
 
 
 def test_a_drafter_follows_its_sequence() -> None:
-    """What it finds is what a new one finds."""
+    """It finds the same as a new drafter."""
     rng, drafter, tokens = random.Random(0), Drafter(8), [1]
     for _ in range(300):
         tokens += [rng.randrange(6) for _ in range(rng.randrange(3))]
@@ -54,7 +54,7 @@ def test_a_drafter_follows_its_sequence() -> None:
 
 
 def loss(drafter: Drafter, accepted: float, steps: int = 400) -> float:
-    """Share of the time that drafts cost, less what they bring, where a token of one is right so often."""
+    """The share of the time that drafts cost, less their gain, if their tokens are right so often."""
     rng, cost, gained = random.Random(0), 0.0, 0
     for _ in range(steps):
         draft = drafter.propose([1, 2, 3, 1, 2], 1000, 1)

@@ -1,4 +1,4 @@
-"""Decoders that embed (Qwen3-Embedding): transformers' vectors bit for bit, told from a model that writes text."""
+"""Decoders that embed (Qwen3-Embedding): transformers' vectors bit for bit, distinguished from models that write."""
 
 import json
 from pathlib import Path
@@ -114,7 +114,8 @@ def test_options_hold(tiny: Path) -> None:
         Embedder(tiny, recipe="bf16", max_model_len=8).embed(["abcdefghijkl"])
     for option, value, words in (
         ("task", "generate", "opened to embed"),
-        ("speculative_tokens", 4, "nothing to draft"),
+        ("speculative_tokens", 4, "nothing to draft; leave speculative_tokens out"),
+        ("draft_model", "small", "nothing to draft; leave draft_model out"),
         ("head_dtype", "fp8", "no logits of tokens"),
         ("max_model_len", 10**6, "beyond the 256"),
     ):

@@ -1,4 +1,4 @@
-"""The engine as its user meets it: answers, ends, refusals, and what it says about itself."""
+"""The engine from its user's view: answers, ends, refusals, and its facts about itself."""
 
 import shutil
 from pathlib import Path

@@ -33,7 +33,7 @@ def sizes_of(kind: str) -> dict[str, int]:
 
 
 def logits_of_every_step(engine: Engine, prompts: list[list[int]], tokens: int) -> list[torch.Tensor]:
-    """What the sampler saw; and the tokens it chose, last."""
+    """The logits that the sampler saw, and the tokens that it chose last."""
     run, seen = engine.loaded.runner.run, list[torch.Tensor]()
 
     def watched(*work: Any) -> torch.Tensor:
@@ -141,12 +141,14 @@ def test_a_weight_that_is_written_to_or_replaced_counts(
                     down.weight_scale_inv.mul_(2)
                 elif how == "replaced":
                     down.weight_scale_inv = down.weight_scale_inv * 2
+                elif how == "data":
+                    down.weight_scale_inv.data = down.weight_scale_inv * 2
                 elif how == "another":
                     parts = down.weight_scale_inv * 2, None, down.input_scale, down.input_spec, down.out_dtype
                     expert.down_proj = FrozenLinear(down.weight_q, *parts)
         return logits_of_every_step(engine, PROMPTS, 4)
 
-    same, *others = (changed(how) for how in ("not", "written", "replaced", "another"))
+    same, *others = (changed(how) for how in ("not", "written", "replaced", "data", "another"))
     assert not all(map(torch.equal, same, others[0]))
     for other in others[1:]:
         assert all(map(torch.equal, other, others[0]))

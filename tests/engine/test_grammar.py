@@ -41,7 +41,7 @@ def test_json_follows_its_schema(engine: Engine) -> None:
 
 
 def test_white_space_in_json_has_an_end(engine: Engine) -> None:
-    """Random weights like a blank as much as anything."""
+    """Random weights choose a blank as often as any other token."""
     schema = '{"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2}'
     for answer in engine.generate([[1]] * 8, max_new_tokens=120, json_schema=schema, temperature=1.0, seed=1):
         assert re.fullmatch(r"\[(\n? *1\n? *),(\n? *1\n? *)\]", answer.text), answer.text
@@ -136,6 +136,11 @@ def test_what_is_no_grammar_is_refused(params: dict[str, Any], sentence: str) ->
     assert len(str(caught.value)) < 300
 
 
+def test_a_form_that_asks_for_itself_without_end_is_refused(engine: Engine) -> None:
+    with pytest.raises(RequestError, match=r"The JSON schema cannot be used: nothing of finite length fits it\.$"):
+        engine.generate([[1]], max_new_tokens=4, json_schema='{"$ref": "#"}')
+
+
 def test_many_answers_of_one_form_compile_it_once(engine: Engine) -> None:
     compiled = engine.loaded.grammars._compiled
     misses = compiled.cache_info().misses
@@ -145,7 +150,7 @@ def test_many_answers_of_one_form_compile_it_once(engine: Engine) -> None:
 
 
 def test_a_bomb_is_refused_or_harmless(engine: Engine) -> None:
-    """Whatever it costs, it must neither stop the engine nor last."""
+    """Whatever its cost, it must neither stop the engine nor take long."""
     try:
         (done,) = engine.generate([[1]], max_new_tokens=5, regex="(((a{1,999}){1,999}){1,999}b|a*a*a*a*a*a*c){9}")
     except RequestError:

@@ -1,4 +1,4 @@
-"""The head in FP8: what it computes, what it leaves as it was, and who has none."""
+"""The head in FP8: its results, the weights that it does not change, and models that have none."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ PACKABLE: dict[str, Any] = {"hidden_size": 128, "vocab_size": 272}
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_logits_are_those_of_a_head_with_a_scale_for_every_row(tmp_path: Path, tied: bool) -> None:
-    """The embedding that was the same matrix stays as it is in the file, and where it is."""
+    """The embedding, which was the same matrix, keeps its values of the file, and its memory."""
     write_model(tmp_path, tie_word_embeddings=tied, **PACKABLE)
     plain, cast = load_servable(tmp_path, "bf16"), load_servable(tmp_path, "bf16", head="fp8")
     head, weight = cast.head, plain.get_parameter("lm_head.weight")

@@ -1,4 +1,4 @@
-"""Rows do not know each other, whatever the routine behind them does."""
+"""Rows do not depend on each other, whatever the matrix routine does."""
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def test_torchs_own_linear_becomes_row_independent(dtype: torch.dtype) -> None:
 
 
 def test_a_measurement_sees_one_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums in another order, for one row only, hidden behind a BF16 result: what a BF16 linear of torch's does."""
+    """It sums in another order for one row only, hidden by a BF16 result, like torch's BF16 linear."""
 
     def linear(x: Tensor, weight: Tensor) -> Tensor:
         half = x.shape[1] // 2

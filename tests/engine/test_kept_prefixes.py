@@ -1,4 +1,4 @@
-"""A prefix cache that outlives its engine: the same bits with it, and nothing wrong with a file that is."""
+"""A prefix cache that outlives its engine: the same bits with it, and bad files do no harm."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""The same tokens as transformers: exactly where the model is sure, to BF16 rounding where it is not."""
+"""The same tokens as transformers: exactly if the model is sure, otherwise to BF16 rounding."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Packed weights in the engine: when, what of the model, and not a bit of difference."""
+"""Packed weights in the engine: when they are packed, which they are, and that no bit differs."""
 
 import itertools
 from collections.abc import Callable

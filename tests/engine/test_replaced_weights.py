@@ -159,7 +159,7 @@ def test_a_linear_that_is_another(engine: Engine, name: str) -> None:
 
 
 def test_a_linear_of_another_kind(engine: Engine) -> None:
-    """What cannot be joined runs for itself, and is joined again when it can be."""
+    """A linear that cannot be joined runs by itself, and is joined again once that is possible."""
     model, name = engine.loaded.runner.model, "model.layers.1.mlp.up_proj"
     layer = engine.loaded.frozen[name]
     before = logits(engine)

@@ -25,7 +25,7 @@ def sequence(prompt: list[int] | None = None, generated: tuple[int, ...] = (), *
 
 
 def probabilities(logits: list[float], **params: Any) -> list[float]:
-    """Of each token, from many draws' worth of seeds: the share of [0, 1) that leads to it."""
+    """The share of [0, 1) that leads to each token, from the seeds of many draws."""
     seqs = [sequence(**{**params, "seed": seed}) for seed in range(4000)]
     rows = torch.tensor(logits).expand(len(seqs), -1).clone()
     counts = Counter(item.token_id for item in sample(rows, seqs, ()))

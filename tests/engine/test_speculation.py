@@ -182,7 +182,7 @@ def test_answers_end_in_the_middle_of_a_draft(plain: Engine, drafting: Engine, i
 
 
 def test_what_was_drafted_and_wrong_is_never_shared(plain: Engine, drafting: Engine, informed: type[Informed]) -> None:
-    """A later prompt that goes on as a wrong draft did finds no more than what both have in common."""
+    """A later prompt that continues like a wrong draft finds only the tokens that both have in common."""
     prompt = PROMPT[:8]
     informed.known = [prompt + [7] * 99]
     drafting.generate([prompt], max_new_tokens=24, temperature=0.0, ignore_eos=True)

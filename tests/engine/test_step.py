@@ -1,4 +1,4 @@
-"""A step as tensors: every token's place, and which of them attend where nobody needs the others."""
+"""A step as tensors: the place of every token, and which of them attend if the others are not needed."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Threads that divide texts: which texts each takes, and that no bit and no other thread learns of it."""
+"""Threads that divide texts: which texts each takes, and that neither bits nor other threads are affected."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -11,6 +11,8 @@ from torch import Tensor
 from fp8serve.calibration.embedding import calibrate_encoder
 from fp8serve.engine.embedding import Embedder
 from fp8serve.engine.text_threads import LEAST, TextThreads, shares
+from fp8serve.fp8.own_linear import own_products
+from fp8serve.model.network.encoder import Encoder
 from tests.model.encoders import BERT, ids_of, make, pooled
 
 
@@ -77,3 +79,17 @@ def test_vectors_keep_their_bits(tmp_path: Path, recipe: str) -> None:
     divided = Embedder(folder, recipe=recipe)
     alone = Embedder(folder, recipe=recipe, threads=1)
     assert torch.equal(divided.embed(texts).vectors, alone.embed(texts).vectors)
+
+
+@pytest.mark.skipif(not own_products("cpu"), reason="the CPU kernels are not built")
+@pytest.mark.parametrize("recipe", ["stored", "rowwise", "block"])
+def test_joined_projections_keep_the_bits(tmp_path: Path, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path / "m", BERT)
+    pooled(tmp_path / "m", "mean_tokens")
+    calibrate_encoder(tmp_path / "m", out=tmp_path / "fp8", samples=12, seq_len=24)
+    texts = [ids_of(n, seed=n).tolist() for n in (1, 40, 3)]
+    joined = Embedder(tmp_path / "fp8", recipe=recipe)
+    assert joined.encoder.model.get_submodule("encoder.layer.0.attention.self").qkv._joined is not None
+    monkeypatch.setattr(Encoder, "join", lambda self: None)
+    apart = Embedder(tmp_path / "fp8", recipe=recipe)
+    assert torch.equal(joined.embed(texts).vectors, apart.embed(texts).vectors)

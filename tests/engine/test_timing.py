@@ -1,4 +1,4 @@
-"""How long a request waited, was read and was answered: by the engine, from when its process had the request."""
+"""Times of waiting, prefill and decoding, measured by the engine from the arrival of a request."""
 
 import time
 from pathlib import Path

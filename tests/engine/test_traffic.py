@@ -1,4 +1,4 @@
-"""Windows of traffic: what is counted, who is named, and scales that follow."""
+"""Windows of traffic: counts, the layers named in the log, and scales that follow."""
 
 import logging
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`amax_now` says what `amax` says, whatever the values."""
+"""`amax_now` equals `amax`, whatever the values."""
 
 import math
 

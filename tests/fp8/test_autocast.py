@@ -1,4 +1,4 @@
-"""What autocast promises, one behaviour a test."""
+"""The promises of autocast, one behaviour for each test."""
 
 import gc
 import threading
@@ -273,7 +273,7 @@ class Failing(torch.autograd.Function):
 
 
 def test_a_failed_backward_leaves_no_trace() -> None:
-    """What it staged before it failed is not in the next update, whether its error is still held or not."""
+    """The amaxes staged before it failed are not in the next update, whether its error is still held or not."""
     first, second = layer(0), layer(1)
     twins = layer(0), layer(1)
     for size, fails in ((1.0, False), (100.0, True), (1.0, False), (3.0, False)):
@@ -307,7 +307,7 @@ def test_a_backward_pass_after_any_number_of_newer_rules() -> None:
 
 
 def test_rules_go_with_what_needs_them() -> None:
-    """A recipe with a function of its own in every step is no leak."""
+    """A recipe with a new function in every step does not leak memory."""
     before = len(RULES)
     for _ in range(1100):
         with autocast(recipe=DelayedScaling(amax_compute_algo=lambda history: history.amax())):

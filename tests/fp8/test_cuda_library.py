@@ -1,4 +1,4 @@
-"""Which GPUs and drivers the library of CUDA kernels runs on, and what is said where it does not."""
+"""Which GPUs and drivers the library of CUDA kernels runs on, and the messages for others."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""nn.Transformer's layers run their FP8 products in evaluation too, and what stays in high precision is said."""
+"""nn.Transformer's layers run their FP8 products in evaluation, too; a warning names what stays in high precision."""
 
 import copy
 import warnings

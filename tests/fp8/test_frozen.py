@@ -71,7 +71,7 @@ def test_weights_alone_are_quantized(granularity: Literal["tensor", "row"]) -> N
 
 @pytest.mark.parametrize("kind", ["tensor", "row", "block"])
 def test_what_a_gpu_does_with_weights_alone_is_the_same(kind: str) -> None:
-    """Its kernels multiply alike operands only: the weight is widened, and the scale is applied where it is exact."""
+    """Its kernels need operands of equal types: the weight is widened, and the scale is applied where that is exact."""
     weight = torch.randn(300, 200)
     if kind == "block":
         q, scale = reference.quantize_block(weight, torch.float8_e4m3fn, 128, False)

@@ -41,7 +41,7 @@ def one_by_one(linears: list[Linear], x: Tensor, spans: list[tuple[int, int]]) -
 
 
 def steps(linears: nn.ModuleList, recipe: Recipe, run: Run, dtype: torch.dtype) -> list[Tensor | None]:
-    """Everything that three steps leave."""
+    """The whole state after three steps."""
     found: list[Tensor | None] = []
     noise = torch.Generator().manual_seed(1)
     for counts in COUNTS:

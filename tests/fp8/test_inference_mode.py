@@ -1,4 +1,4 @@
-"""What is set up, calibrated, loaded or watched under torch.inference_mode() trains afterwards, with the same bits."""
+"""State set up, calibrated, loaded or watched under torch.inference_mode() can be trained, with the same bits."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -1,4 +1,4 @@
-"""A training loop inside one autocast is announced; what only looks like one is not (warnings are errors here)."""
+"""A training loop inside one autocast causes a warning; similar code does not (warnings are errors here)."""
 
 import threading
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def loop(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    """What a user writes who means every step."""
+    """The loop of a user who intends a step for each pass."""
     with autocast(recipe=recipe):
         for _ in range(2):
             one_step(model, optimizer)

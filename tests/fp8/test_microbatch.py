@@ -1,4 +1,4 @@
-"""A forward pass computes with the weight as it is, whoever wrote it and how; kept data serve who announces them."""
+"""A forward pass uses the present weight, however it was written; kept data are used only if announced."""
 
 import copy
 import weakref
@@ -129,7 +129,7 @@ def test_every_optimizer_in_every_order(name: str, order: Callable[..., None], n
 
 
 def closure(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> Tensor:
-    """What LBFGS calls several times a step; every call sees the weights that LBFGS is trying."""
+    """The function that LBFGS calls several times a step, each time with the weights that it tries."""
     optimizer.zero_grad()
     check_fresh(model, recipe)
     optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Monitor: what it reads, when it counts, what it warns of, and how it prints."""
+"""Monitor: its readings, its counts, its warnings, and its output."""
 
 import copy
 import logging

@@ -1,4 +1,4 @@
-"""The table of edge cases in docs/numerics.md: every row is held by a test that cites it, and no test cites another."""
+"""The table of edge cases in docs/numerics.md: a test cites every row, and tests cite no other rows."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A gradient that is not finite reaches every other one and is said, though a cast saturates. Row G5."""
+"""A gradient that is not finite reaches all others and is reported, although a cast saturates. Row G5."""
 
 import logging
 from itertools import product

@@ -31,7 +31,7 @@ def test_json_round_trip(recipe: Recipe | None) -> None:
 
 
 def test_what_came_later_is_written_only_where_it_is_used() -> None:
-    """Files of recipes that were there before stay what they were, and readable by those who wrote them."""
+    """Files of earlier recipes do not change, and older versions can still read them."""
     assert to_json(DelayedScaling()) == (
         '{"recipe": "DelayedScaling", "margin": 0, "interval": 1, "fp8_format": "HYBRID", "amax_history_len": 1024,'
         ' "amax_compute_algo": "max", "scaling_factor_compute_algo": null,'

@@ -1,4 +1,4 @@
-"""Sessions: whose modules they hold, what goes with a model, and what a copy takes along."""
+"""Sessions: whose modules they hold, what is freed with a model, and what a copy takes along."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""Specs: the shapes they give scales, what they refuse, and that every recipe says by them what it does."""
+"""Specs: the shapes of scales, their refusals, and that every recipe is described by them."""
 
 import pickle
 from dataclasses import replace

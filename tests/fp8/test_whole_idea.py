@@ -1,4 +1,4 @@
-"""examples/whole_idea.py writes out by hand what the library does: the same numbers, bit for bit."""
+"""examples/whole_idea.py does by hand what the library does: the same numbers, bit for bit."""
 
 import importlib.util
 from pathlib import Path

@@ -112,7 +112,7 @@ def fp8(
 
 
 def static() -> Draft:
-    """As llm-compressor writes it, with a cache in FP8: what most poisons are given to."""
+    """As llm-compressor writes it, with a cache in FP8: most poisoned checkpoints are made from it."""
     draft = fp8("ct-static", stored=lambda s: s.reshape(1).bfloat16(), inputs="input_scale", cache="{}_scale")
     draft.config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "dynamic": False}
     return draft

@@ -27,7 +27,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 @pytest.fixture
 def llama(model_dir: Callable[[str], Path], tmp_path: Path) -> Path:
-    """A Llama directory of one's own, to break."""
+    """A private Llama directory that a test may break."""
     return Path(shutil.copytree(model_dir("llama"), tmp_path / "llama"))
 
 

@@ -66,7 +66,7 @@ def pooled(
     prompts: dict[str, str] | None = None,
     default: str | None = None,
 ) -> None:
-    """What sentence-transformers adds to the directory."""
+    """The files that sentence-transformers adds to the directory."""
     kinds = {"": "Transformer", "1_Pooling": "Pooling"} | ({"2_Normalize": "Normalize"} if normalize else {})
     modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds.items()]
     (folder / "modules.json").write_text(json.dumps(modules))

@@ -1,4 +1,4 @@
-"""Chat templates with the traps of those in use: what marks a turn, what is trimmed, dropped, moved or left out.
+"""Chat templates with the traps of those in use: marks of turns, and texts trimmed, dropped, moved or left out.
 
 `{% generation %}` stands around what the assistant wrote and the mark that ends its turn: with it a template is the
 oracle's (transformers' own mask, which TRL trains with), without it (`unmarked`) it is what models are published with.
@@ -103,7 +103,7 @@ FAMILIES = {
 
 
 def special_tokens(template: str) -> list[str]:
-    """What a tokenizer of this family has for special tokens."""
+    """The special tokens of a tokenizer of this family."""
     found = re.findall(r"<\|[A-Za-z_]+\|>|<(?:start|end)_of_turn>|\[/?INST\]", template)
     roles = [f"<|{role}|>" for role in ("system", "user", "assistant")] if "'<|' + m.role" in template else []
     return sorted({*found, *roles})

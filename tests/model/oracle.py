@@ -33,6 +33,15 @@ EXPERTS = {"num_experts": 7, "moe_intermediate_size": 48}
 LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
           "v_head_dim": 12, "num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 8, "n_group": 4,
           "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 48}  # fmt: skip
+SIGMOID = {key: LATENT[key] for key in ("num_hidden_layers", "first_k_dense_replace", "n_routed_experts", "n_group",
+                                        "topk_group", "num_experts_per_tok", "moe_intermediate_size")}  # fmt: skip
+# Of both lengths the same factors: transformers' class takes those of short sequences for long ones, too.
+MSCALES = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0, 3.0, 5.0],
+           "long_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0, 3.0, 5.0], "short_mscale": 1.1, "long_mscale": 1.3,
+           "original_max_position_embeddings": 64}  # fmt: skip
+# By model_type: keys that transformers' configuration leaves open.
+REQUIRED = {"deepseek_v2": {"num_experts_per_tok": 6},
+            "dots1": {"num_experts_per_tok": 6, "n_routed_experts": 128, "n_shared_experts": 2}}  # fmt: skip
 DEEPSEEK_YARN = YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}
 LINEAR = "model.layers.0.mlp.up_proj"
 IDS = list(range(3, 40))
@@ -70,6 +79,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3-halves": ("DeepseekV3", LATENT | {"q_lora_rank": None, "rope_interleave": False, "topk_group": 4,
                                                    "num_experts_per_tok": 8,
                                                    "norm_topk_prob": False, "attention_bias": True}),
+    "dots1": ("Dots1", SIGMOID | {"n_shared_experts": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+                                  "head_dim": 32, "sliding_window": 8, "max_window_layers": 1}),
+    "glm4-moe": ("Glm4Moe", SIGMOID | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5, "use_qk_norm": True,
+                                       "attention_bias": True, "head_dim": 32, "num_mtp_layers": 0}),
+    "phimoe": ("Phimoe", {"num_local_experts": 5, "num_experts_per_tok": 2, "attention_bias": True,
+                          "lm_head_bias": True, "pad_token_id": 2,
+                          "rope_parameters": MSCALES, "router_jitter_noise": 0.3, "sliding_window": 100}),
+    "apertus": ("Apertus", {"pad_token_id": 2, "rope_parameters": LLAMA3}),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "pad_token_id": 2}),
     "phi3": ("Phi3", {"pad_token_id": 2}),
     "phi3-window": ("Phi3", {"pad_token_id": 2, "sliding_window": 8}),
@@ -120,6 +137,9 @@ def make_random(
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             elif "embed" not in name:
                 parameter.mul_(4)  # attention and MLP that matter beside the residual
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.1)
     model.save_pretrained(out, **save)
     how = {"attn_implementation": "eager"} if family.startswith("Gemma") else {}  # the other ones drop the soft cap
     if "num_experts_per_tok" in options:

@@ -1,4 +1,4 @@
-"""What the config.json of much used repositories of the served architectures says: facts, written down by hand.
+"""The config.json of widely used repositories of the served architectures: facts, written down by hand.
 
 A row is a repository's sizes, (vocabulary, hidden, intermediate, layers, heads, KV heads, context), and the keys beside
 those that every repository has. `null` is left out where transformers writes it for a key that is not set.
@@ -423,7 +423,59 @@ DEEPSEEK_V3: dict[str, tuple[Sizes, dict[str, Any]]] = {
     "deepseek-ai/DeepSeek-V3": ((129280, 7168, 18432, 61, 128, 128, 163840), _DEEPSEEK_V3),
     "deepseek-ai/DeepSeek-R1": ((129280, 7168, 18432, 61, 128, 128, 163840), _DEEPSEEK_V3),
 }
-_FAMILIES = {"deepseek_v2": ("DeepseekV2", DEEPSEEK_V2), "deepseek_v3": ("DeepseekV3", DEEPSEEK_V3),
+_MSCALES = {"rope_scaling": {"type": "longrope", "original_max_position_embeddings": 4096, "short_factor": [1.0] * 64,
+                             "long_factor": [8.0] * 64, "short_mscale": 1.243163121016122,
+                             "long_mscale": 1.243163121016122}}  # fmt: skip
+PHIMOE: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "microsoft/Phi-3.5-MoE-instruct": (
+        (32064, 4096, 6400, 32, 32, 8, 131072),
+        _MSCALES
+        | {"architectures": ["PhiMoEForCausalLM"], "attention_bias": True, "bos_token_id": 1, "eos_token_id": 32000}
+        | {"hidden_dropout": 0.0, "input_jitter_noise": 0.01, "lm_head_bias": True, "num_experts_per_tok": 2}
+        | {"num_local_experts": 16, "original_max_position_embeddings": 4096, "output_router_logits": False}
+        | {"rope_theta": 10000.0, "router_aux_loss_coef": 0.0, "router_jitter_noise": 0.01, "sliding_window": 131072},
+    ),
+}
+_SIGMOID = {"n_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "topk_group": 1}
+DOTS1: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "rednote-hilab/dots.llm1.inst": (
+        (152064, 4096, 10944, 62, 32, 32, 32768),
+        _SIGMOID
+        | {"attention_bias": False, "first_k_dense_replace": 1, "head_dim": 128, "moe_intermediate_size": 1408}
+        | {"moe_layer_freq": 1, "n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6}
+        | {"pretraining_tp": 1, "rope_scaling": None, "rope_theta": 10000000, "scoring_func": "noaux_tc"}
+        | {"sliding_window": None},
+    ),
+}
+_GLM4_MOE = _SIGMOID | {"attention_bias": True, "eos_token_id": [151329, 151336, 151338], "head_dim": 128,
+                        "n_shared_experts": 1, "num_experts_per_tok": 8, "num_nextn_predict_layers": 1,
+                        "pad_token_id": 151329, "partial_rotary_factor": 0.5, "rope_scaling": None,
+                        "rope_theta": 1000000}  # fmt: skip
+GLM4_MOE: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "zai-org/GLM-4.5-Air": (
+        (151552, 4096, 10944, 46, 96, 8, 131072),
+        _GLM4_MOE
+        | {"first_k_dense_replace": 1, "moe_intermediate_size": 1408, "n_routed_experts": 128, "use_qk_norm": False}
+        | {"routed_scaling_factor": 1.0},
+    ),
+    "zai-org/GLM-4.5": (
+        (151552, 5120, 12288, 92, 96, 8, 131072),
+        _GLM4_MOE
+        | {"first_k_dense_replace": 3, "moe_intermediate_size": 1536, "n_routed_experts": 160, "use_qk_norm": True},
+    ),
+}
+APERTUS: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "swiss-ai/Apertus-8B-Instruct-2509": (
+        (131072, 4096, 21504, 32, 32, 8, 65536),
+        {"attention_bias": False, "bos_token_id": 1, "eos_token_id": [68, 72, 2], "hidden_act": "xielu",
+         "mlp_bias": False, "pad_token_id": 3, "post_norm": False, "qk_norm": True, "rope_theta": 12000000,
+         "rope_scaling": {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                          "original_max_position_embeddings": 8192, "rope_type": "llama3", "type": "llama3"}},
+    ),
+}  # fmt: skip
+_FAMILIES = {"phimoe": ("Phimoe", PHIMOE), "dots1": ("Dots1", DOTS1), "glm4_moe": ("Glm4Moe", GLM4_MOE),
+             "apertus": ("Apertus", APERTUS), "deepseek_v2": ("DeepseekV2", DEEPSEEK_V2),
+             "deepseek_v3": ("DeepseekV3", DEEPSEEK_V3),
              "gpt_oss": ("GptOss", GPT_OSS), "mixtral": ("Mixtral", MIXTRAL), "qwen2_moe": ("Qwen2Moe", QWEN2_MOE),
              "qwen3_moe": ("Qwen3Moe", QWEN3_MOE), "llama": ("Llama", LLAMA), "mistral": ("Mistral", MISTRAL),
              "qwen2": ("Qwen2", QWEN2),

@@ -1,4 +1,4 @@
-"""Scales that contradict each other, or mean nothing, are refused with a sentence; and `inspect` marks them."""
+"""Scales that contradict each other or are meaningless are refused with a sentence, and `inspect` marks them."""
 
 import json
 import logging
@@ -110,7 +110,7 @@ def test_cache_scales_without_a_reciprocal(value: float, model: Path) -> None:
 
 
 def test_cache_scales_of_one_are_announced(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Another project's default where nothing was calibrated: it can be served, and costs quality in silence."""
+    """Another project's default without calibration: it can be served, but silently costs quality."""
     (model / "scales.safetensors").unlink()
     with caplog.at_level(logging.WARNING, "fp8serve.engine"):
         serve(model)
@@ -190,7 +190,7 @@ def test_inspect_marks_contradictions(model: Path, capsys: pytest.CaptureFixture
 
 
 def test_weights_that_are_nan(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Weights are not read before they are used: what comes out of them is refused then."""
+    """Weights are not read before they are used: their results are refused then."""
     (model / "scales.safetensors").unlink()
     edit(model / "model.safetensors", lambda t: t[f"{LINEAR}.weight"].view(torch.uint8).fill_(0x7F))
     for command in (["generate", str(model), "Once"], ["eval", str(model), "--samples", "2", "--seq-len", "16"]):

@@ -1,4 +1,4 @@
-"""Templates that want calls in a way of their own."""
+"""Templates that want calls in a form of their own."""
 
 from typing import Any
 

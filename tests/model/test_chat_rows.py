@@ -1,4 +1,4 @@
-"""Conversations with tools as training rows: what is learnt, that a request renders the same, what is refused."""
+"""Conversations with tools as training rows: the learnt tokens, the same rendering as in a request, and refusals."""
 
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ def test_weight_zero_leaves_a_call_out(tmp_path: Path) -> None:
 
 
 def test_a_call_that_does_not_follow_the_generation_prompt_is_refused(tmp_path: Path) -> None:
-    """R1's prompt opens the reasoning, which its template drops from what was said."""
+    """R1's prompt opens the reasoning, which its template drops from earlier turns."""
     with pytest.raises(DataError, match="does not begin message 2, which calls tools, with its generation prompt"):
         tokenize(example(), tokenizer_of(tmp_path, unmarked(R1)))
 

@@ -1,4 +1,4 @@
-"""What `inspect A B` says of two checkpoints of a model, of scales alone, of high precision and FP8, of strangers."""
+"""`inspect A B` on two checkpoints of a model, on scales alone, on high precision and FP8, and on other models."""
 
 import json
 import shutil

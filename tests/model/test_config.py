@@ -1,4 +1,4 @@
-"""config.json: both generations of transformers' spellings, and refusal of what is not computed."""
+"""config.json: both generations of transformers' spellings, and refusal of unsupported features."""
 
 import json
 import re
@@ -14,6 +14,7 @@ from fp8serve.model.config.decoder import ModelConfig, parse_config, read_config
 from fp8serve.model.config.families import FAMILIES
 from fp8serve.model.config.keys import is_harmless
 from fp8serve.model.config.latent import Latent
+from tests.model.oracle import REQUIRED
 from tests.model.published import CONFIGS
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128, "hidden_size": 64,
@@ -42,7 +43,7 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     theirs: Any = transformers.AutoConfig.for_model(family, hidden_size=4096, num_attention_heads=32)
     raw = {"model_type": family, "hidden_size": 4096, "intermediate_size": 1, "num_hidden_layers": 6,
            "num_attention_heads": 32}  # fmt: skip
-    ours = parse_config(raw | ({"num_experts_per_tok": 6} if family == "deepseek_v2" else {}))  # no default there
+    ours = parse_config(raw | REQUIRED.get(family, {}))
     names = {"num_kv_heads": "num_key_value_heads", "head_dim": "head_dim", "rms_norm_eps": FAMILIES[family].eps_key}
     same = ("vocab_size", "max_position_embeddings", "tie_word_embeddings", "bos_token_id")
     if ours.latent is not None:
@@ -51,12 +52,18 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     for mine, his in (names | dict(zip(same, same, strict=True))).items():
         expected = getattr(theirs, his, None)
         assert getattr(ours, mine) == (128 if (his, expected) == ("head_dim", None) else expected), mine
-    assert smallest_window(ours) == (getattr(theirs, "sliding_window", None) or None)
+    assert smallest_window(ours) == window_of(theirs)
     assert {rope.theta for rope in ours.layer_ropes if rope} == thetas(theirs)
     eos = theirs.eos_token_id
     assert ours.eos_token_ids == (tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,))
     turned = {rope.get("partial_rotary_factor", 1.0) for rope in ropes(theirs)}
     assert ours.latent or {(ours.rotary_dim or ours.head_dim) / ours.head_dim} == turned
+
+
+def window_of(theirs: Any) -> int | None:
+    """transformers' window, where a layer has it."""
+    is_used = "sliding_attention" in (getattr(theirs, "layer_types", None) or ["sliding_attention"])
+    return (getattr(theirs, "sliding_window", None) or None) if is_used else None
 
 
 def latent(theirs: Any) -> Latent:
@@ -126,7 +133,7 @@ def test_published_models_are_read_as_transformers_reads_them(repository: str) -
     ]
     assert ours.softmax_scale == softmax_scale(theirs, ours.head_dim)
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
-    assert smallest_window(ours) == (getattr(theirs, "sliding_window", None) or None)
+    assert smallest_window(ours) == window_of(theirs)
     assert ours.max_position_embeddings == theirs.max_position_embeddings
 
 
@@ -143,10 +150,10 @@ def test_what_the_architectures_code_reads_is_never_taken_for_harmless(family: s
     read = set(re.findall(r"config\.([a-z]\w*)", source)) | set(re.findall(r'config, "([a-z]\w*)"', source))
     assert {FAMILIES[family].eps_key, "num_hidden_layers"} <= read
     in_training = {"use_cache", "resid_pdrop", "embd_pdrop", "hidden_dropout", "initializer_range",
-                   "router_aux_loss_coef", "output_router_logits", "router_jitter_noise"}  # fmt: skip
-    assert {key for key in read if is_harmless(key, "anything")} == {"attention_dropout", "pad_token_id"} | (
-        read & in_training
-    )
+                   "router_aux_loss_coef", "output_router_logits", "input_jitter_noise"}  # fmt: skip
+    in_training |= {"router_jitter_noise"} - FAMILIES[family].optional
+    ignored = {key for key in read - FAMILIES[family].optional if is_harmless(key, "anything")}
+    assert ignored == {"attention_dropout", "pad_token_id"} | (read & in_training)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -175,7 +182,7 @@ def test_unknown_maths_is_an_error_in_every_family(family: str, key: str, value:
     if key in FAMILIES[family].optional:
         value = "not a number"
     raw = LLAMA | {"architectures": [FAMILIES[family].architecture], "model_type": family, "num_key_value_heads": 2}
-    raw |= {"num_experts_per_tok": 2} if family == "deepseek_v2" else {}
+    raw |= REQUIRED.get(family, {})
     parse_config(raw)
     with pytest.raises(ModelError, match=rf"(the key '{key}'|{key}) is"):
         parse_config(raw | {key: value})
@@ -276,6 +283,25 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0]
         ("cohere", {"layer_switch": 3}, "'layer_switch' is 3"),
         ("cohere", {"use_qk_norm": "yes"}, "use_qk_norm is 'yes'"),
         ("cohere2", {"use_qk_norm": True}, "'use_qk_norm' is True"),
+        (
+            "apertus",
+            {"hidden_act": "silu"},
+            "hidden_act is 'silu'; of ApertusForCausalLM this decoder computes 'xielu'",
+        ),
+        ("apertus", {"qk_norm": False}, "'qk_norm' is False"),
+        ("apertus", {"post_norm": True}, "'post_norm' is True"),
+        ("llama", {"hidden_act": "xielu"}, "hidden_act is 'xielu'; of LlamaForCausalLM"),
+        ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok is 3 where 2, which is what sparsemixer chooses,"),
+        ("phimoe", {"router_jitter_noise": -0.1}, "router_jitter_noise is -0.1 where a number from 0"),
+        ("phimoe", {"lm_head_bias": "yes"}, "lm_head_bias is 'yes' where true or false"),
+        ("phimoe", {"rope_scaling": LONG}, "rope short_mscale is None where a positive number was"),
+        ("llama", {"lm_head_bias": True}, "'lm_head_bias' is True"),
+        ("dots1", {"n_routed_experts": None}, "n_routed_experts is None where a positive whole number"),
+        ("dots1", {"n_shared_experts": None}, "n_shared_experts is None where a positive whole number"),
+        ("dots1", {"first_k_dense_replace": -1}, "first_k_dense_replace is -1 where a whole number from 0 on"),
+        ("glm4_moe", {"num_local_experts": 64}, "'num_local_experts' is 64"),
+        ("glm4_moe", {"topk_group": 2}, "topk_group is 2 where at most n_group 1"),
+        ("glm4_moe", {"use_qk_norm": 1}, "use_qk_norm is 1 where true or false"),
         ("stablelm", {"qk_layernorm": True}, "'qk_layernorm' is True"),
         ("stablelm", {"use_parallel_residual": 1}, "use_parallel_residual is 1"),
         ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": "x"}}, "llama_4_scaling_beta is 'x'"),
@@ -284,7 +310,7 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0]
 )
 def test_what_a_family_does_not_compute_is_refused(model_type: str, change: dict[str, Any], message: str) -> None:
     raw = LLAMA | {"architectures": [FAMILIES[model_type].architecture], "model_type": model_type, "head_dim": 16}
-    raw |= {"num_key_value_heads": 2}
+    raw |= {"num_key_value_heads": 2} | REQUIRED.get(model_type, {})
     parse_config(raw)
     with pytest.raises(ModelError, match=message):
         parse_config(raw | change)

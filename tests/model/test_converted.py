@@ -1,4 +1,4 @@
-"""A model of transformers, trained in a loop of one's own, is served by the scales it was trained with."""
+"""A model of transformers, trained in a user's own loop, is served with its scales from training."""
 
 import json
 from pathlib import Path
@@ -56,7 +56,20 @@ def logits(model: Any, recipe: Recipe) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "kind", ["llama", "llama-tied", "llama-bias", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "granite", "smollm3"]
+    "kind",
+    [
+        "llama",
+        "llama-tied",
+        "llama-bias",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gemma2",
+        "gemma3",
+        "granite",
+        "smollm3",
+        "apertus",
+    ],
 )
 def test_what_was_trained_is_what_is_served(kind: str, tmp_path: Path) -> None:
     model = trained(tmp_path, kind)

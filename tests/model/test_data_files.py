@@ -1,4 +1,4 @@
-"""What a name given for data may be: a file, a gzip file, standard input, a file on the hub; and what is refused."""
+"""Names of data: a file, a gzip file, standard input, a file on the hub; and refusals."""
 
 import gzip
 import io

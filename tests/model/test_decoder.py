@@ -17,7 +17,7 @@ from fp8serve.model.checkpoint import open_checkpoint
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.network import fusing, norms
 from fp8serve.model.network.decoder import Decoder
-from tests.model.oracle import MODELS, all_logits, make_model
+from tests.model.oracle import MODELS, MSCALES, all_logits, make_model
 
 # OLMo and Cohere turn queries and keys in FP32, Ministral 3 scales queries after that; where pairs are neighbours or
 # only a part of a head is turned, a product of a query and a key is summed in another order. DeepSeek's
@@ -98,3 +98,20 @@ def test_tied_head_is_the_embedding(tmp_path: Path) -> None:
     make_model("llama-tied", tmp_path)
     model = Decoder(read_config(tmp_path))
     assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("longest", [64, 65])
+def test_phi_moe_takes_long_factors_beyond_the_trained_context(
+    longest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As its publisher's code does; transformers' class takes those of short sequences, and the long factor of cos."""
+    parameters = MSCALES | {"long_factor": [1.5, 2.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0]}
+    theirs: Any = make_model("phimoe", tmp_path, torch.float32, {"rope_parameters": parameters})
+    rotary = theirs.model.rotary_emb
+    plain = rotary.rope_init_fn
+    monkeypatch.setattr(rotary, "rope_init_fn", lambda config: plain(config, seq_len=longest))
+    ids = torch.randint(3, 256, (longest,), generator=torch.Generator().manual_seed(2)).tolist()
+    with torch.no_grad():
+        actual, expected = all_logits(load(tmp_path, torch.float32), ids), theirs(torch.tensor([ids])).logits[0]
+    assert (actual - expected).norm() < 8 * torch.finfo(torch.float32).eps * expected.norm()
+    assert read_config(tmp_path).layer_ropes[0].scaling.long_attention_factor == 1.3  # type: ignore[union-attr]

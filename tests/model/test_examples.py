@@ -181,7 +181,7 @@ def test_cutting(tokenizer: Tokenizer) -> None:
 
 
 class Counting(Tokenizer):
-    """Says how many characters it was given."""
+    """Records how many characters it gets."""
 
     read = 0
 

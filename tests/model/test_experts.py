@@ -1,4 +1,4 @@
-"""Mixtures of experts: what config.json says of them, how tokens are sorted, and both layouts of files."""
+"""Mixtures of experts: their config.json, the sorting of tokens, and both layouts of files."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from fp8serve.model.checkpoint import load_servable, open_checkpoint
 from fp8serve.model.config.decoder import parse_config, read_config
 from fp8serve.model.converted import export
 from fp8serve.model.network.decoder import Decoder
-from fp8serve.model.network.experts import Mixture, sort
+from fp8serve.model.network.experts import Mixture
 from fp8serve.model.verify import verify
 from tests.model.oracle import MODELS, all_logits, make_model
 
@@ -77,12 +77,13 @@ def test_names_are_those_of_files(tmp_path: Path) -> None:
 
 def test_tokens_are_sorted_by_expert_and_come_back() -> None:
     chosen = torch.tensor([[0, 3], [1, 3], [0, 4], [3, 4]])
-    found = sort(chosen, 6)
-    assert found.counts.tolist() == [2, 1, 0, 3, 2, 0]
-    assert found.offsets.tolist() == [2, 3, 3, 6, 8, 8]
-    assert found.rows.tolist() == [0, 2, 1, 0, 1, 3, 2, 3]
-    experts = torch.arange(6).repeat_interleave(found.counts)
-    assert torch.equal(experts[found.places].view(4, 2), chosen)
+    counts = torch.zeros(6, dtype=torch.int64)
+    rows, places, offsets = torch.ops.fp8serve.sort_by_expert(chosen, counts)
+    assert counts.tolist() == [2, 1, 0, 3, 2, 0]
+    assert offsets.tolist() == [2, 3, 3, 6, 8, 8]
+    assert rows.tolist() == [0, 2, 1, 0, 1, 3, 2, 3]
+    experts = torch.arange(6).repeat_interleave(counts)
+    assert torch.equal(experts[places].view(4, 2), chosen)
 
 
 @pytest.mark.parametrize("kind", MOE)
@@ -109,7 +110,7 @@ NAMES = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2"), "qwen": ("mlp", "gat
 
 def stacked(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
     """The same weights as transformers has them in memory."""
-    block, gate, up, down = NAMES["mixtral" if kind == "mixtral" else "qwen"]
+    block, gate, up, down = NAMES["mixtral" if kind in ("mixtral", "phimoe") else "qwen"]
     found = {name.replace(f".{block}.", ".mlp."): t for name, t in tensors.items() if ".experts." not in name}
     for layer in {name.split(".experts.")[0] for name in tensors if ".experts." in name}:
         count = len({name.split(".experts.")[1].split(".")[0] for name in tensors if f"{layer}.experts." in name})

@@ -1,4 +1,4 @@
-"""What is written: the layouts that other projects read, streamed, aligned, whole or not at all."""
+"""Written files: the layouts that other projects read, streamed, aligned, whole or not at all."""
 
 import json
 import os

@@ -180,7 +180,7 @@ def test_a_damaged_file_is_one_sentence(how: str, file: Path, capsys: pytest.Cap
 
 
 def refused(file: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """What `convert` says, having checked that it is one sentence and leaves nothing behind."""
+    """The message of `convert`, after checking that it is one sentence and nothing is left behind."""
     before = sorted(file.parent.iterdir())
     assert main(["convert", str(file), "--out", str(file.parent / "out")]) == 1
     said = capsys.readouterr().err

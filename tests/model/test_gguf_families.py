@@ -40,7 +40,7 @@ Family = Callable[[str], Path]
 
 @pytest.fixture(scope="session")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    """A directory of the kind, as llama.cpp can say it. Read only."""
+    """A directory of the kind, in a form that llama.cpp can express. Read only."""
     made: dict[str, Path] = {}
 
     def get(kind: str) -> Path:

@@ -1,4 +1,4 @@
-"""A directory becomes a GGUF file and, read again, the same model; what GGUF cannot say leaves nothing behind."""
+"""A directory becomes a GGUF file and, read again, the same model; what GGUF cannot express leaves nothing behind."""
 
 import json
 from collections.abc import Callable

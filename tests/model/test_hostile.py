@@ -1,4 +1,4 @@
-"""Model directories from strangers: whatever stands in a file, the answer is a model or one of our sentences, and soon.
+"""Model directories from strangers: whatever a file contains, the answer is soon a model or one sentence.
 
 The tables put values of every wrong type at every key of every JSON file. A test that hangs ends at the suite's limit,
 which guards against hangs only: nothing here measures time.
@@ -23,6 +23,7 @@ from fp8serve.model.formats.interop import read_quantization
 from fp8serve.model.storage.files import read_json
 from fp8serve.model.text.examples import read_examples
 from fp8serve.model.text.tokenizer import Tokenizer
+from tests.model.oracle import REQUIRED
 from tests.tiny import write_tiny_model
 
 CATASTROPHE = "re:(.+)+!"
@@ -70,7 +71,7 @@ def spoiled(directories: dict[str, Path], tmp_path: Path) -> Callable[[str], Pat
 
 
 def use(directory: Path) -> None:
-    """All that a directory is read for."""
+    """Reads a directory in every way."""
     engine = fp8serve.Engine(directory, recipe="bf16" if not (directory / "scales.safetensors").exists() else "stored")
     engine.generate(["Once"], max_new_tokens=2)
     tokenizer = Tokenizer.from_dir(directory)
@@ -147,7 +148,7 @@ def test_wrong_values_of_every_key_of_config_json() -> None:
         defaults = {k: v for k, v in family.defaults.items() if k in family.optional or not k.startswith(UNREAD)}
         defaults.pop("rope_parameters", None)  # a file that has rope_scaling, too, may not say otherwise there
         if family.mixture:
-            defaults.setdefault("num_experts_per_tok", 2)
+            defaults = REQUIRED.get(kind, {"num_experts_per_tok": 2}) | defaults
         base = {**defaults, **sizes, "model_type": kind, "architectures": [family.architecture],
                 "rope_scaling": long if family.rope_aliases else yarn, "rope_theta": 1e4,
                 "dtype": "bfloat16"}  # fmt: skip

@@ -1,4 +1,4 @@
-"""What `inspect` shows of a checkpoint, and of one that cannot be loaded: every scale, and why."""
+"""`inspect` on a checkpoint, and on one that cannot be loaded: every scale, and the reason."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Every spelling of the tables, built as the project in question writes it, must be the same model to us."""
+"""Every spelling of the tables, as the project in question writes it, must give the same model."""
 
 import json
 import shutil

@@ -14,8 +14,6 @@ from fp8serve.fp8 import ops
 from fp8serve.fp8.ops.attention import paged_attention
 from fp8serve.model.checkpoint import load_servable, open_checkpoint
 from fp8serve.model.config.decoder import parse_config
-from fp8serve.model.config.mixture import Routing
-from fp8serve.model.network.routing import GroupRouter
 from fp8serve.model.storage.files import read_json
 from tests.model.oracle import IDS, all_logits, make_model
 from tests.model.published import CONFIGS
@@ -50,18 +48,6 @@ def test_the_softmax_scale_counts_the_stretched_context() -> None:
 def test_what_cannot_be_right_is_refused(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError, match=said):
         parse_config(V3 | change)
-
-
-def test_only_the_best_groups_are_chosen_from() -> None:
-    logits = torch.tensor([[5.0, -9.0, 2.0, 1.9, 2.1, 1.7]])  # groups of two
-    v2 = GroupRouter(4, 6, Routing(1.0, groups=3, kept=1, sigmoid=False))
-    assert v2.choose(logits, 2)[1].sort()[0].tolist() == [[0, 1]]  # by its best
-    v3 = GroupRouter(4, 6, Routing(1.0, groups=3, kept=1, sigmoid=True))
-    assert v3.choose(logits, 2)[1].sort()[0].tolist() == [[2, 3]]  # by its best two
-    v3.e_score_correction_bias.data[4:] = 1.0
-    weights, chosen = v3.choose(logits, 2)
-    assert chosen.tolist() == [[4, 5]]
-    assert torch.equal(weights, logits.sigmoid()[:, 4:])  # the correction does not weigh
 
 
 @pytest.mark.parametrize("kind", ["deepseek-v2", "deepseek-v3"])

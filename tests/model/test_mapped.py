@@ -54,7 +54,7 @@ def test_released_pages_leave_memory_and_can_be_read_again(tmp_path: Path) -> No
 
 
 def test_neighbours_on_the_same_page_stay(tmp_path: Path) -> None:
-    """Only whole pages go: what was written beside them is not lost."""
+    """Only whole pages are released: data beside them are not lost."""
     write(tmp_path / "file")
     whole = map_file(tmp_path / "file")
     whole[10_000], whole[50_000] = 1, 2

@@ -1,4 +1,4 @@
-"""Weights in MX blocks are BF16 to us, exactly; E8M0 scales of FP8 weights are powers of two."""
+"""Weights in MX blocks are read as BF16, exactly; E8M0 scales of FP8 weights are powers of two."""
 
 import json
 import logging
@@ -49,7 +49,7 @@ def quantized(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def write_mx(out: Path, bits: int, quantization: dict[str, Any], scale: str, as_e8m0: bool) -> dict[str, Tensor]:
-    """An MX directory; returns what each linear's weight is."""
+    """Writes an MX directory; returns the weight of each linear."""
     make_model("llama", out, overrides={"hidden_size": 128, "intermediate_size": 256})
     tensors, expected = load_file(out / "model.safetensors"), {}
     for name in [n for n in tensors if n.endswith("_proj.weight")]:

@@ -1,4 +1,4 @@
-"""Who reads what we write: each format by the code of those who read it, equal and not only without an error.
+"""Readers of our files: each format is read by other projects' code, with equal results and not only without errors.
 
 `READERS` is the table of docs/formats.md. transformers reads compressed-tensors through that project's own library.
 """
@@ -68,7 +68,7 @@ def written(source: Path, out: Path, format_: str, recipe: str) -> Path:
 
 
 def read_by_transformers(folder: Path, dtype: torch.dtype, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """(its model, what it missed or could not place)."""
+    """(its model, the tensors that it missed or could not place)."""
     auto: Any = transformers.AutoModelForCausalLM
     model, report = auto.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""scales.safetensors: what is written comes back, and every file that may not be served is refused."""
+"""scales.safetensors: scales are read back as written, and every file that must not be served is refused."""
 
 import json
 from collections.abc import Callable

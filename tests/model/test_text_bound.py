@@ -1,4 +1,4 @@
-"""The fewest tokens of a text: never more than it has, on tokenizers of every kind; no claim where none is certain."""
+"""A lower bound of a text's tokens: never above their number, on every kind of tokenizer; None if uncertain."""
 
 import unicodedata
 from collections.abc import Callable

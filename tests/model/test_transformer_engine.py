@@ -84,7 +84,7 @@ for _alias, _fake in FAKES.items():  # so that Python's pickler writes Transform
 
 @pytest.fixture(autouse=True)
 def fake_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the pickler looks the names up in."""
+    """The modules in which the pickler looks up the names."""
     module: Any = types.ModuleType(RECIPES)
     module.__dict__.update(FAKES)
     for name in ("transformer_engine", "transformer_engine.common"):
@@ -97,7 +97,7 @@ def as_state(data: bytes) -> torch.Tensor:
 
 
 def payload(gemms: int = 1, recipe: Any = None, **changes: Any) -> dict[str, Any]:
-    """What a module of `gemms` GEMMs stores: every number different from every other."""
+    """The state of a module of `gemms` GEMMs; all numbers are different."""
     forward, backward = 3 * gemms, 2 * gemms
     value = {
         "recipe": recipe or FakeDelayedScaling(margin=1, amax_history_len=N),
@@ -368,7 +368,7 @@ def test_the_witness_would_have_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_only_strange_is_not_run_either() -> None:
-    """A call that nobody reads stays a record of two names."""
+    """A call that is not read remains a record of two names."""
     found = read(pickled(unknown=Harm(builtins.exec, "raise SystemExit")))
     assert len(found.tensors) == 1
 

@@ -1,4 +1,4 @@
-"""Models without a family: what transformers' classes ask for is found out, and what cannot be served is refused."""
+"""Models without a family: needs of transformers' classes are found out; others are refused."""
 
 import json
 from pathlib import Path
@@ -48,8 +48,7 @@ def test_windows_heads_and_scales_are_those_of_the_class() -> None:
         ("mamba", {}, "in a MambaMixer"),
         ("falcon_h1", {}, "in a Conv1d"),
         ("granitemoe", {}, "is a mixture of experts without a family"),
-        ("phimoe", {}, "is a mixture of experts without a family"),
-        ("dots1", {"n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 48}, "is a mixture of"),
+        ("flex_olmo", {}, "is a mixture of experts without a family"),
         ("jetmoe", {}, "for ernie4_5_moe and olmoe alone"),
         ("t5", {}, "no causal language model"),
         ("diffllama", {}, "in 4 of its 2 layers"),
@@ -80,10 +79,18 @@ def test_a_class_that_changes_logits_is_refused_as_it_is_loaded(tmp_path: Path) 
         load_servable(tmp_path, "bf16")
 
 
-def test_a_class_whose_files_hold_buffers_is_refused(tmp_path: Path) -> None:
-    """xIELU's `beta` and `eps`: read as weights they would be rounded, and trained."""
-    make_random("Apertus", SIZES | {"pad_token_id": 2}, tmp_path)
-    with pytest.raises(ModelError, match=r"keeps \S+\.act_fn\.\w+ in its files, which is no weight"):
+def test_a_class_whose_files_hold_buffers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read as weights they would be rounded, and trained."""
+    mlp = transformers.models.helium.modeling_helium.HeliumMLP
+    plain = mlp.__init__
+
+    def with_buffer(self: Any, config: Any) -> None:
+        plain(self, config)
+        self.register_buffer("limit", torch.tensor(0.5))
+
+    monkeypatch.setattr(mlp, "__init__", with_buffer)
+    make("helium", tmp_path)
+    with pytest.raises(ModelError, match=r"keeps \S+\.mlp\.limit in its files, which is no weight"):
         load_servable(tmp_path, "bf16")
 
 

@@ -1,4 +1,4 @@
-"""What the assistant wrote, for every family of templates and for messages that try to be something else.
+"""The assistant's part of a conversation, for every family of templates and for misleading messages.
 
 The oracle is transformers' own mask for templates with generation blocks, which TRL trains with. TRL's training
 templates give the same turns as ours for the originals, but for white space behind an end-of-turn mark, which a server

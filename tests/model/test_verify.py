@@ -1,4 +1,4 @@
-"""A poisoned corpus: every checkpoint of it gets the right finding, and none of the good ones is accused."""
+"""A poisoned corpus: every checkpoint of it gets the right finding, and good ones get none."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The language model inside a multimodal one: its logits, its own scales, and what is left out."""
+"""The language model inside a multimodal one: its logits, its own scales, and the parts left out."""
 
 import json
 from collections.abc import Callable

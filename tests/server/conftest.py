@@ -21,7 +21,7 @@ STUB = (sys.executable, str(Path(__file__).with_name("stub_worker.py")))
 
 
 class Server:
-    """What a test holds: the client, the state behind it and the launcher of its engines."""
+    """The parts for a test: the client, the state behind it and the launcher of its engines."""
 
     def __init__(self, app: Any, client: httpx.AsyncClient, launcher: Launcher) -> None:
         self.app, self.client, self.launcher = app, client, launcher

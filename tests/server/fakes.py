@@ -1,6 +1,6 @@
 """An engine without a model: it answers with the prompt's own tokens, over and over, one every `delay` seconds.
 
-It keeps the promises of `fp8serve.engine.client.EngineClient` that the server leans on, counts what it runs, and can be
+It keeps the promises of `fp8serve.engine.client.EngineClient` on which the server relies, counts its work, and can be
 told to fail, to stall, or to die.
 """
 
@@ -44,11 +44,14 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer(byte_backend(), {"eos_token": "<eos>"}, ChatTemplate(TEMPLATE, {}))
 
 
+VOCABULARY = 257  # of a fake engine
+
+
 class FakeEngine:
     """See the module."""
 
     def __init__(self, delay: float = 0.0, fail: str | None = None, max_model_len: int = 512) -> None:
-        self.limits = EngineLimits(max_model_len=max_model_len, num_blocks=10_000, block_size=16, vocab_size=257)
+        self.limits = EngineLimits(max_model_len=max_model_len, num_blocks=10_000, block_size=16, vocab_size=VOCABULARY)
         self.info: dict[str, Any] = {
             "device": "cpu",
             "kernels": {"quantize": "fake kernel", "scaled_mm": "fake kernel"},
@@ -69,7 +72,10 @@ class FakeEngine:
         self.rolls = False
         self.adapters: dict[str, Path] = {}
         self.bad_adapters: set[str] = set()
+        self.weights: list[Path] = []
         self.requests: list[Request] = []
+        self.surprise = 1.0  # multiplies the log-probabilities of prompts
+        self.surprised_by: set[str] = set()  # adapters that make them a hundred times as large
         self._tokenizer = byte_tokenizer()
 
     def check(self, request: Request) -> None:
@@ -122,7 +128,9 @@ class FakeEngine:
             sent += len(delta)
             of_prompt = None
             if params.prompt_logprobs is not None and i == 0:
-                of_prompt = tuple(TokenLogprob(t, -float(n), ((t, -float(n)),)) for n, t in enumerate(prompt) if n)
+                times = self.surprise * (100 if request.adapter in self.surprised_by else 1)
+                values = [(t, -float(n) * times) for n, t in enumerate(prompt) if n]
+                of_prompt = tuple(TokenLogprob(t, value, ((t, value),)) for t, value in values)
             yield RequestOutput(
                 request.request_id,
                 delta,
@@ -168,6 +176,15 @@ class FakeEngine:
         if not self.rolls:
             raise RequestError("The scales of this server do not follow the traffic; start it with --roll-history.")
         return 1
+
+    async def load_weights(self, directory: Path) -> int:
+        if self.running:
+            raise RequestError(f"{len(self.running)} requests are running; weights are replaced between requests.")
+        if directory.name == "bad":
+            raise ModelError(f"{directory} has another configuration.")
+        self.weights.append(directory)
+        self.info["weights_version"] = len(self.weights)
+        return len(self.weights)
 
     async def load_adapter(self, name: str, directory: Path) -> dict[str, Any]:
         if directory.name in self.bad_adapters:

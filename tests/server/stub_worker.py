@@ -20,7 +20,7 @@ ORPHANED = 600.0  # seconds: nobody holds a job as long as this
 
 def main(directory: Path) -> int:
     job = json.loads((directory / "job.json").read_text())
-    mood = Path(job["data"][0]).read_text()
+    mood = Path(job["data"][0]).read_text(errors="replace")
     lock = (directory / "worker.lock").open("a+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

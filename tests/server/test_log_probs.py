@@ -97,3 +97,12 @@ def test_the_server_says_where_they_differ(server: Process) -> None:
     found = {name: because(name) for name in ("delayed", *SERVED)}
     assert [name for name, why in found.items() if why] == ["delayed-fp8"]
     assert "FP8 cache" in found["delayed-fp8"][0]
+
+
+def test_usage_says_how_much_of_prompts_the_cache_held(server: Process) -> None:
+    """Each prompt once, whatever its number of answers."""
+    rng = random.Random(1)
+    asked = {"prompt": [[rng.randrange(256) for _ in range(42)] for _ in range(2)], "n": 2, "max_tokens": 1}
+    first, second = (post(server, "/v1/completions", asked)["usage"] for _ in range(2))
+    assert first["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert second["prompt_tokens_details"] == {"cached_tokens": 2 * 40}

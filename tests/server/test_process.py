@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import json
+import os
 import signal
 import socket
 import threading
@@ -14,6 +15,7 @@ import httpx
 import pytest
 
 from fp8serve.running import listen
+from tests.engine.tiny import write_model
 from tests.patience import PATIENCE, until
 from tests.server.fakes import model_dir
 from tests.server.process import Process, serving
@@ -100,7 +102,7 @@ def test_a_half_sent_body_is_given_up(server: Process) -> None:
 
 
 def drip(connection: socket.socket, data: bytes) -> bytes:
-    """Sends a byte at a time until the server has had enough; what it said."""
+    """Sends a byte at a time until the server ends the request; returns its answer."""
     connection.settimeout(0.2)
     for i in range(int(PATIENCE / 0.2)):
         with contextlib.suppress(OSError):
@@ -222,6 +224,42 @@ def test_the_drain_has_a_deadline(tmp_path: Path) -> None:
             assert '"code":"draining"' in streamed.result().text
             assert streamed.result().text.endswith("data: [DONE]\n\n")
         assert "Traceback" not in process.log.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("to_all", [True, False])
+def test_a_stop_while_the_model_loads_is_no_failure(tmp_path: Path, number: int, to_all: bool) -> None:
+    """A service manager's signal, or a terminal's, reaches the engine's process, too."""
+    write_model(tmp_path / "model")
+    given = options(tmp_path, fake=False, recipe="bf16") | {"model": str(tmp_path / "model")}
+    process = Process(tmp_path / "log", **given)
+    try:
+        until(lambda: engines(process) or process.popen.poll() is not None, "an engine's process")
+        process.popen.send_signal(signal.SIGSTOP)  # so that the engine's end is what it learns of first
+        (engine,) = engines(process)
+        process.popen.send_signal(number)
+        if to_all:
+            os.kill(engine, number)
+            until(lambda: number == signal.SIGINT or gone(engine), "its end")
+        process.popen.send_signal(signal.SIGCONT)
+        assert process.popen.wait(PATIENCE) == 0
+    finally:
+        process.client.close()
+        process.popen.kill()
+        process.popen.wait()
+    (line,) = (tmp_path / "log").read_text().splitlines()
+    assert line.endswith("asked to stop: draining")
+
+
+def engines(process: Process) -> list[int]:
+    children = Path(f"/proc/{process.popen.pid}/task/{process.popen.pid}/children").read_text().split()
+    return [int(p) for p in children if b"fp8serve.engine.worker" in Path(f"/proc/{p}/cmdline").read_bytes()]
+
+
+def gone(pid: int) -> bool:
+    """Whether the process has ended, seen by its parent or not."""
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(") ")[2].startswith("Z")
 
 
 def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:

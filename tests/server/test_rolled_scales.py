@@ -1,4 +1,4 @@
-"""Scales that follow the traffic are kept: what is served, saved beside it, answers as it did, bit for bit."""
+"""Scales that follow the traffic are saved: the saved directory answers like the server, bit for bit."""
 
 import json
 import sys

@@ -165,7 +165,7 @@ def test_a_killed_engine_takes_no_other_down_and_comes_back(
 
 
 def test_loading_fails_no_request_of_another_model(server: Process, capsys: pytest.CaptureFixture[str]) -> None:
-    """From the command line, of what is damaged, too large, and good; and unloading."""
+    """Loads a damaged, a too large and a good model by the command line, and unloads."""
 
     def call(*arguments: str) -> tuple[int, str]:
         status = main(["models", *arguments, "--server", server.url])

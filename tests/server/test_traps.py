@@ -203,7 +203,7 @@ async def test_odd_paths_are_plain_404s(start: Start, path: str) -> None:
     [
         ("/generate", "POST"),
         ("/finetune", "GET, POST"),
-        ("/finetune/some-job", "GET"),
+        ("/finetune/some-job", "DELETE, GET"),
         ("/v1/files", "GET, POST"),
         ("/v1/files/some-file", "DELETE, GET"),
         ("/", "GET, HEAD, POST"),

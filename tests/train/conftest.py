@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fp8serve.calibration.pipeline import calibrate
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.scratch import write_random_model
 
@@ -23,6 +24,14 @@ Configure = Callable[..., TrainConfig]
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("base") / "model"
     return write_random_model(out, TEXTS, vocab_size=320, hidden_size=64, layers=2, heads=4, kv_heads=2, context=128)
+
+
+@pytest.fixture(scope="session")
+def fp8_dir(model_dir: Path) -> Path:
+    """The tiny model, calibrated."""
+    out = model_dir.parent / "fp8"
+    calibrate(model_dir, out=out, samples=4, seq_len=16)
+    return out
 
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:

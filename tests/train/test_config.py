@@ -1,4 +1,4 @@
-"""The job description: what is refused, and that its JSON carries everything."""
+"""The job description: its refusals, and that its JSON has everything."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Training mixtures of experts: it learns, resumes with the same bits, and what was trained is what is served."""
+"""Training mixtures of experts: they learn, resume with the same bits, and are served as trained."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.model.checkpoint import load_scales, load_servable, load_trainable
 from fp8serve.model.network.experts import Experts, mixtures
 from fp8serve.train.batch import collate
-from fp8serve.train.forward import Forward
+from fp8serve.train.forward import Forward, mean_loss
 from fp8serve.train.scratch import random_weights
 from fp8serve.train.trainer import Trainer
 
@@ -73,7 +73,7 @@ def test_trainer_and_server_compute_the_same_bits(configure: Configure, mixture:
     with torch.enable_grad():
         result, setup = trained(configure, model=str(mixture), recipe=recipe, max_steps=3)
     assert result.model is not None
-    model, rows = load_servable(result.model), setup.rows[:6]
+    model, rows = load_servable(result.model), setup.items[:6]
     assert {n for n, m in model.named_modules() if isinstance(m, FrozenLinear)} == set(model.linear_names())
     assert torch.equal(setup.forward.log_probs(collate(rows, "cpu")), served(result.model, rows))
 
@@ -109,7 +109,7 @@ def test_a_training_step_follows_transformers(mixture: Path, recipe: str) -> Non
     forward = Forward(decoder, chosen)
     batch = collate([rows], "cpu")
     if recipe == "delayed":
-        forward.observe(batch, len(batch.targets))
+        forward.observe(mean_loss(batch))
     loss = torch.nn.functional.cross_entropy(forward.logits(batch), batch.targets)
     loss.backward()  # type: ignore[no-untyped-call]
     assert abs(float(loss.detach() - expected.detach())) < 0.01
@@ -140,7 +140,7 @@ def test_before_the_first_step_every_expert_has_scales(qwen: Path) -> None:
     convert(decoder)
     found, forward = starved(decoder, 2), Forward(decoder, DelayedScaling(amax_history_len=4))
     batch = collate([row(1, 90)], "cpu")
-    forward.observe(batch, len(batch.targets))
+    forward.observe(mean_loss(batch))
     assert found.tokens[2] == 0
     for expert in found:
         for leaf in ("gate_proj", "up_proj", "down_proj"):

@@ -1,4 +1,4 @@
-"""What was trained is what is served, and what is served can be trained on."""
+"""A model is served as it was trained, and a served model can be trained further."""
 
 import json
 import shutil
@@ -72,7 +72,7 @@ def test_trainer_and_server_compute_the_same_bits(
     how: Any = {"recipe": "bf16"} if in_bf16 else {}
     layers = load_servable(result.model, **how).modules()
     assert sum(isinstance(module, FrozenLinear) for module in layers) == (0 if in_bf16 else 14)
-    rows = setup.rows[:6]
+    rows = setup.items[:6]
     assert torch.equal(setup.forward.log_probs(collate(rows, "cpu")), served(result.model, rows, **how))
 
 
@@ -130,7 +130,7 @@ def test_attention_trained_in_fp8_brings_the_scales_of_an_fp8_cache(configure: C
 def test_the_shortest_histories_are_served_too(configure: Configure, length: int) -> None:
     result, setup = trained(configure, amax_history_len=length, max_steps=2)
     assert result.model is not None
-    rows = setup.rows[:2]
+    rows = setup.items[:2]
     with torch.no_grad():
         assert torch.equal(setup.forward.log_probs(collate(rows, "cpu")), served(result.model, rows))
 
@@ -202,7 +202,7 @@ def test_a_model_that_transformers_wrote(configure: Configure, foreign: Path) ->
     assert (foreign / "model.safetensors.index.json").exists()
     with torch.enable_grad():
         result, setup = trained(configure, model=str(foreign), max_steps=12, lr=3e-3)
-    rows = setup.rows[:6]
+    rows = setup.items[:6]
     assert torch.equal(setup.forward.log_probs(collate(rows, "cpu")), served(result.model, rows))
     assert result.metrics["train_loss"] < 5.0  # ln(320) = 5.77 at the start
 
@@ -220,7 +220,7 @@ def test_a_model_that_transformers_wrote(configure: Configure, foreign: Path) ->
 def test_recipe_options_reach_training_and_serving(configure: Configure, recipe: str, options: dict[str, Any]) -> None:
     with torch.enable_grad():
         result, setup = trained(configure, recipe=recipe, recipe_options=options, max_steps=3)
-    rows = setup.rows[:4]
+    rows = setup.items[:4]
     assert torch.equal(setup.forward.log_probs(collate(rows, "cpu")), served(result.model, rows))
 
 
@@ -261,6 +261,6 @@ def test_layers_that_calibration_left_in_bf16_stay_so(
     assert in_bf16 == kept
     setup = prepare(config, Path(str(longer.checkpoint)), lambda event: None)
     state.restore(setup.forward, setup.optimizer, checkpoint.read_checkpoint(Path(str(longer.checkpoint))))
-    rows = setup.rows[:4]
+    rows = setup.items[:4]
     with torch.no_grad():
         assert torch.equal(setup.forward.log_probs(collate(rows, "cpu")), served(longer.model, rows))

@@ -16,7 +16,7 @@ from fp8serve.model.checkpoint import load_trainable
 from fp8serve.model.network.decoder import Decoder
 from fp8serve.train.batch import collate
 from fp8serve.train.data import Row
-from fp8serve.train.forward import Forward, summed_loss
+from fp8serve.train.forward import Forward, mean_loss, summed_loss
 from fp8serve.train.state import scaling_tensors, states
 
 
@@ -117,7 +117,7 @@ def test_attention_in_fp8_changes_the_numbers_little_and_keeps_scales(model_dir:
     plain, forward = make(model_dir, SHORT)[1], make(model_dir, recipe)[1]
     batch = collate([row(6, 20), row(7, 9)], "cpu")
     for runner in (plain, forward):
-        runner.observe(batch, len(batch.targets))
+        runner.observe(mean_loss(batch))
         summed_loss(runner.logits(batch), batch.targets)[0].backward()  # type: ignore[no-untyped-call]
     with torch.no_grad():
         exact, found = plain.logits(batch), forward.logits(batch)

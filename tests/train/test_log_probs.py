@@ -1,4 +1,4 @@
-"""`fp8serve.log_probs`: a directory as a server computes it, a trainer's pass, and what is refused."""
+"""`fp8serve.log_probs`: a directory as a server computes it, a trainer's pass, and refusals."""
 
 from collections.abc import Callable
 from pathlib import Path

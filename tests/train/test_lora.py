@@ -1,4 +1,4 @@
-"""An adapter beside a frozen model: what it learns, what its files hold, and that a killed run ends with its bytes."""
+"""An adapter beside a frozen model: it learns, its files are right, and a killed run ends with the same bytes."""
 
 import json
 from pathlib import Path
@@ -8,29 +8,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8serve.calibration.pipeline import calibrate
 from fp8serve.errors import Fp8ServeError, JobError, ModelError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.model.adapters import read_adapter
 from fp8serve.model.config.decoder import read_config
-from fp8serve.train import job_process
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.lora import adapted_model, trained
 from fp8serve.train.trainer import Trainer
 
 from .conftest import Configure
-from .test_job_process import finish, make_job
-from .test_resume import TIMES, every_file
+from .test_resume import assert_same_when_killed, every_file
 
 TARGETS = ["q_proj", "model.layers.1.mlp.*"]
-
-
-@pytest.fixture(scope="session")
-def fp8_dir(model_dir: Path) -> Path:
-    """The tiny model, calibrated."""
-    out = model_dir.parent / "fp8"
-    calibrate(model_dir, out=out, samples=4, seq_len=16)
-    return out
 
 
 @pytest.fixture
@@ -43,19 +32,8 @@ def lora(configure: Configure, fp8_dir: Path) -> Configure:
 
 
 def test_killed_and_resumed_is_the_same_directory(tmp_path: Path, lora: Configure) -> None:
-    options = {"max_steps": 6, "save_every": 2, "accumulate": 2, "template_date": "2026-01-31"}
-    job = make_job(tmp_path / "job", lora, dora=True, lora_dropout=0.1, **options)
-    described = (job / "job.json").read_bytes()
-    assert job_process.main([str(job)]) == job_process.EXIT_DONE
-    job.rename(tmp_path / "whole")
-    job.mkdir()
-    (job / "job.json").write_bytes(described)
-    assert finish(job, "random", "3") >= 1
-    whole, killed = every_file(tmp_path / "whole"), every_file(job)
     names = ("model/adapter_model.safetensors", "model/adapter_config.json", "checkpoints/step-6/manifest.json")
-    assert {f"out/{name}" for name in names} <= whole.keys()
-    differing = {name for name in whole.keys() | killed.keys() if whole.get(name) != killed.get(name)}
-    assert differing <= TIMES | {"worker.lock"}
+    assert_same_when_killed(tmp_path, lora, names, max_steps=6, dora=True, lora_dropout=0.1)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "bf16"])

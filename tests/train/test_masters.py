@@ -47,8 +47,8 @@ def rounded_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """FP8 layers quantize the BF16 rounding of in-model masters, too."""
     begin = Forward.__init__
 
-    def rounding(self: Forward, decoder: Any, recipe: Any) -> None:
-        begin(self, decoder, recipe)
+    def rounding(self: Forward, *arguments: Any, **options: Any) -> None:
+        begin(self, *arguments, **options)
         self._as_is = set()
 
     monkeypatch.setattr(Forward, "__init__", rounding)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import multiprocessing
 import shutil
+from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -42,23 +43,28 @@ def test_the_same_metadata_is_the_same_bytes(tmp_path: Path) -> None:
     }
 
 
-def test_killed_and_resumed_is_the_same_directory(tmp_path: Path, configure: Configure) -> None:
-    options = {"max_steps": 8, "save_every": 2, "accumulate": 2, "keep_last": 2, "template_date": "2026-01-31"}
-    job = make_job(tmp_path / "job", configure, **options)
+def assert_same_when_killed(folder: Path, configure: Configure, names: Iterable[str], **options: Any) -> None:
+    """A job that is killed again and again ends with the bytes of one that was not; `names` are among its files."""
+    job = make_job(folder / "job", configure, template_date="2026-01-31", save_every=2, accumulate=2, **options)
     described = (job / "job.json").read_bytes()
     assert job_process.main([str(job)]) == job_process.EXIT_DONE
-    job.rename(tmp_path / "whole")
+    job.rename(folder / "whole")
     job.mkdir()
     (job / "job.json").write_bytes(described)
     assert finish(job, "random", "3") >= 1
-    whole, killed = every_file(tmp_path / "whole"), every_file(job)
-    assert {f"out/{d}" for d in ("model/scales.safetensors", "checkpoints/step-8/manifest.json")} <= whole.keys()
+    whole, killed = every_file(folder / "whole"), every_file(job)
+    assert {f"out/{name}" for name in names} <= whole.keys()
     differing = {name for name in whole.keys() | killed.keys() if whole.get(name) != killed.get(name)}
     assert differing <= TIMES | {"worker.lock"}  # which holds a process id
 
 
+def test_killed_and_resumed_is_the_same_directory(tmp_path: Path, configure: Configure) -> None:
+    names = ("model/scales.safetensors", "checkpoints/step-8/manifest.json")
+    assert_same_when_killed(tmp_path, configure, names, max_steps=8, keep_last=2)
+
+
 def other_model(model: Path, out: Path) -> str:
-    """A copy of which one weight is another; same shapes, same tokenizer."""
+    """A copy with one different weight; same shapes, same tokenizer."""
     shutil.copytree(model, out)
     tensors = load_file(out / "model.safetensors")
     name = next(n for n in tensors if n.endswith("norm.weight"))
@@ -148,7 +154,7 @@ def test_a_run_goes_on_when_it_is_given_more_steps(configure: Configure) -> None
     assert every_file(model.with_name("model-step-3")) == before
     events.clear()
     assert Trainer(configure(max_steps=5)).run(events.append).model == str(model)  # done already: nothing happens
-    assert [e.get("code") for e in events] == ["data", "resumed"]
+    assert [e.get("code") for e in events] == ["tokenized", "data", "resumed"]
     with pytest.raises(JobError, match="is at step 5 already, this job says 4"):
         Trainer(configure(max_steps=4)).run()
 

@@ -15,9 +15,11 @@ from fp8serve.errors import JobError
 from fp8serve.model.checkpoint import TensorScale, load_scales
 from fp8serve.model.readers import SPELLING
 from fp8serve.model.text.tokenizer import Tokenizer
-from fp8serve.train import checkpoint, forward, setup, trainer
+from fp8serve.train import checkpoint, setup, trainer
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.data import load_rows
+from fp8serve.train.data import load_items
+from fp8serve.train.methods.sft.reader import SftReader
+from fp8serve.train.optimizer import Optimizer
 from fp8serve.train.trainer import Trainer
 
 from .conftest import Configure
@@ -146,7 +148,7 @@ def test_events_tell_what_a_job_owner_needs(configure: Configure, data: Path) ->
 
 
 def sum_of_tokens(config: TrainConfig) -> int:
-    rows, report = load_rows(config.data, Tokenizer.from_dir(config.model), config.seq_len)
+    rows, report = load_items(SftReader(), config.data, Tokenizer.from_dir(config.model), config.seq_len)
     assert (len(rows), config.batch_size, config.max_steps) == (16, 4, 4)  # one epoch
     return report.tokens
 
@@ -155,7 +157,7 @@ def test_a_step_whose_gradients_are_not_finite_is_skipped_and_told(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[dict[str, Any]] = []
-    spoil_losses(monkeypatch, {2})
+    spoil_gradients(monkeypatch, {2})
     result = Trainer(configure(max_steps=4, batch_size=8)).run(events.append)
     assert [e["step"] for e in of_type(events, "metrics")] == [1, 3, 4]
     assert [e["step"] for e in events if e.get("code") == "step_skipped"] == [2]
@@ -164,19 +166,22 @@ def test_a_step_whose_gradients_are_not_finite_is_skipped_and_told(
 
 
 def test_ten_skipped_steps_in_a_row_end_the_job(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
-    spoil_losses(monkeypatch, set(range(2, 100)))
+    spoil_gradients(monkeypatch, set(range(2, 100)))
     with pytest.raises(JobError, match="Training diverged: the gradients of 10 steps in a row up to step 11"):
         Trainer(configure(max_steps=50)).run()
 
 
-def spoil_losses(monkeypatch: pytest.MonkeyPatch, calls: set[int]) -> None:
-    real, count = forward.summed_loss, itertools.count(1)
+def spoil_gradients(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
+    real, count = trainer.accumulate, itertools.count(1)
 
-    def spoiled(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        loss, hits = real(logits, targets)
-        return (loss * float("inf") if next(count) in calls else loss), hits
+    def spoiled(method: Any, forward: Any, optimizer: Optimizer, microbatches: Any, **more: Any) -> list[float]:
+        means = real(method, forward, optimizer, microbatches, **more)
+        gradient = next(iter(optimizer.masters.values())).grad
+        if next(count) in steps and gradient is not None:
+            gradient.fill_(torch.inf)
+        return means
 
-    monkeypatch.setattr(trainer, "summed_loss", spoiled)
+    monkeypatch.setattr(trainer, "accumulate", spoiled)
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_the_run_goes_on_from_the_one_before(

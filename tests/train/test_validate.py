@@ -1,4 +1,4 @@
-"""The dry run lists everything wrong, counts what a run will count, and loads no torch."""
+"""The dry run lists all errors, counts like a run, and loads no torch."""
 
 import json
 import subprocess
@@ -11,10 +11,11 @@ from safetensors import safe_open
 from fp8serve.cli import main
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.text.tokenizer import Tokenizer
-from fp8serve.train.data import load_rows
+from fp8serve.train.data import load_items
 from fp8serve.train.memory import memory_estimate, parameter_counts
+from fp8serve.train.methods.sft.reader import SftReader
 from fp8serve.train.order import total_steps
-from fp8serve.train.validate import validate
+from fp8serve.train.validate import some_rows, validate
 
 from .conftest import Configure
 
@@ -22,7 +23,7 @@ from .conftest import Configure
 def test_good_data_are_counted_as_a_run_counts_them(configure: Configure) -> None:
     config = configure(max_steps=None, epochs=3, accumulate=2)
     report = validate(config)
-    rows, expected = load_rows(config.data, Tokenizer.from_dir(config.model), config.seq_len)
+    rows, expected = load_items(SftReader(), config.data, Tokenizer.from_dir(config.model), config.seq_len)
     assert report.ok
     assert report.data == expected
     assert 0 < report.trainable_fraction < 1
@@ -89,3 +90,14 @@ def test_memory_grows_with_what_it_should(configure: Configure, model_dir: Path)
 def test_it_loads_no_torch() -> None:
     code = "import sys, fp8serve.train.validate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_first_rows_of_files_pass_over_bad_ones(configure: Configure, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "red"}\n{oops\n{"text": "green blue"}\n{"text": "one two three"}\n', encoding="utf-8")
+    config = configure(data=[str(path)])
+    every = some_rows(config, config.data, 10**9)
+    assert len(every) == 3
+    assert len(some_rows(config, config.data, every[0].tokens + every[1].tokens)) == 2
+    assert some_rows(config, config.data, every[0].tokens - 1) == []
+    assert some_rows(config, [str(tmp_path / "gone.jsonl")], 100) == []

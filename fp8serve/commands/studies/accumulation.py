@@ -1,7 +1,7 @@
 """Measure how the error of an FP8 product grows with the number of its terms.
 
-Sums in FP32, as our kernels keep them, beside those in BF16 and in the 14 bits that are reported of Hopper's tensor
-cores, with and without promotion to FP32. Takes seconds; no GPU runs.
+Compares sums in FP32, which our kernels use, with sums in BF16 and in the 14 bits reported for Hopper's tensor cores,
+with and without promotion to FP32. It takes seconds and uses no GPU.
 
 \b
 Examples:

@@ -1,7 +1,7 @@
-"""Compare every kernel that casts with the reference, bit for bit: codes and scales, on every kind of value.
+"""Compare every casting kernel with the reference, bit for bit: FP8 data and scales, on every kind of value.
 
-All BF16 and FP16 values, and FP32 values of every sign and exponent, at every instruction-set level this processor
-has. Exit status 1 where one bit differs.
+Runs all BF16 and FP16 values, and FP32 values of every sign and exponent, at every instruction-set level of this
+processor. The exit status is 1 if one bit differs.
 
 \b
 Examples:
@@ -20,10 +20,10 @@ from fp8serve.terminal import AsJson, print_table
 
 def command(
     all_values: Annotated[
-        bool, typer.Option("--all", help="All 2^32 values of FP32, which takes an hour, and not 2^24 of them.")
+        bool, typer.Option("--all", help="All 2^32 values of FP32, which takes an hour, instead of 2^24 of them.")
     ] = False,
     op: Annotated[
-        list[str] | None, typer.Option(help="What to compare, as the table names it; repeat.", show_default="all")
+        list[str] | None, typer.Option(help="Op to compare, as the table names it; repeat.", show_default="all")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     out: Out = None,

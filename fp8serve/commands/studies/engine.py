@@ -1,4 +1,4 @@
-"""The engine in this process: time to load, prefill, and decode at several batch sizes.
+"""Measure the engine in this process: time to load, prefill, and decode at several batch sizes.
 
 \b
 Examples:

@@ -1,7 +1,8 @@
 """Train a small model whose activations jump at one step, under delayed scaling with and without a margin.
 
-The learning rate of one step is 30 times as high, or one batch is of random tokens. What is cut off at the jump and how
-far the loss is from that of BF16, for three histories and three margins, beside current scaling.
+The learning rate of one step is 30 times as high, or one batch consists of random tokens. Shows which share of values
+is cut off at the jump and how far the loss is from BF16's, for three histories and three margins, beside current
+scaling.
 
 \b
 Examples:

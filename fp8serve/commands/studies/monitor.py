@@ -1,4 +1,4 @@
-"""A training step with and without the monitor, in turns: what it costs to leave it on.
+"""Measure what it costs to leave the monitor on: training steps with and without it, in turns.
 
 \b
 Examples:

@@ -1,7 +1,7 @@
 """Measure what FP8 costs: formats on one tensor, recipes on a model, delayed scaling after a spike.
 
-E4M3, E5M2 and INT8 on Gaussian values, outliers and activations; the noise of every linear under each recipe; the
-saturation and the recovery of delayed scaling when values get 100 times larger.
+Measures E4M3, E5M2 and INT8 on Gaussian values, outliers and activations; the noise of every linear under each recipe;
+and the saturation and recovery of delayed scaling when values get 100 times larger.
 
 \b
 Examples:

@@ -1,4 +1,5 @@
-"""Every op at the sizes of real models: time, bandwidth, arithmetic, share of this machine's peak, x torch BF16.
+"""Measure every op at the sizes of real models: time, bandwidth, arithmetic, share of this machine's peak, x torch
+BF16.
 
 \b
 Examples:
@@ -20,7 +21,7 @@ def command(
     only: Annotated[
         str | None, typer.Option(help="Ops whose names contain this.", show_default="all", metavar="TEXT")
     ] = None,
-    goals: Annotated[bool, typer.Option("--goals", help="Only what a goal is set for.")] = False,
+    goals: Annotated[bool, typer.Option("--goals", help="Only ops with a goal.")] = False,
     seconds: Annotated[float, typer.Option(min=0.01, help="Time for each op and size.")] = 0.5,
     out: Out = None,
     json: AsJson = False,

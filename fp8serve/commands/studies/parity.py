@@ -1,4 +1,4 @@
-"""Log-probabilities of a server over HTTP against those of training, bit for bit, under every recipe and cache.
+"""Compare a server's log-probabilities over HTTP with training's, bit for bit, under every recipe and cache.
 
 \b
 Examples:

@@ -1,7 +1,7 @@
 """Train a small model with parts of current scaling left out, and compare where the runs end.
 
-Forward pass, input gradients and weight gradients alone, gradients in E4M3, the other recipes; the distance from
-BF16, which is trained three times at rates that differ by 0.01 %.
+Trains with only the forward pass, the input gradients or the weight gradients in FP8, with gradients in E4M3, and under
+the other recipes. Shows the distance from BF16, which is trained three times at rates that differ by 0.01 %.
 
 \b
 Examples:
@@ -23,7 +23,7 @@ from fp8serve.terminal import AsJson, print_table
 
 @with_options()
 def command(
-    out: Annotated[Path, typer.Option(help="Directory for the figures; goes on with the next run if it is there.")],
+    out: Annotated[Path, typer.Option(help="Directory for the figures; continues with the next run if it exists.")],
     options: Chosen[PartsPlan],
     json: AsJson = False,
 ) -> None:

@@ -32,7 +32,7 @@ def measured(title: str, measure: Callable[[Tell], Mapping[str, Any]]) -> Mappin
 
 
 def publish(name: str, figures: Mapping[str, Any], out: Path | None, chart: Chart = no_charts) -> dict[str, Any]:
-    """The figures with where they come from; written to `out`/`name`.json, and the charts beside it."""
+    """The figures with their origin; written to `out`/`name`.json, with the charts beside it."""
     from fp8serve.bench.provenance import provenance
 
     result = {"study": name, "made": provenance(shlex.join(["fp8serve", *sys.argv[1:]])), **figures}
@@ -42,7 +42,7 @@ def publish(name: str, figures: Mapping[str, Any], out: Path | None, chart: Char
 
 
 def show(result: Mapping[str, Any], as_json: bool, print_tables: Print) -> None:
-    """The result as JSON, or as one line on where it comes from and tables."""
+    """The result as JSON, or as one line on its origin and tables."""
     from fp8serve.bench.provenance import one_line
 
     if as_json:
@@ -63,7 +63,7 @@ def _write(out: Path, name: str, result: Mapping[str, Any], charts: Mapping[str,
 
 
 def _rounded(value: Any) -> Any:
-    """To six significant digits; what is not finite becomes null."""
+    """To six significant digits; values that are not finite become null."""
     if isinstance(value, Mapping):
         return {key: _rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

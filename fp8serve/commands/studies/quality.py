@@ -1,7 +1,8 @@
 """Measure what every method of calibration costs MODEL, and what it saves.
 
 Each method's directory is made below --out, or found there. All are compared with MODEL in BF16 on held-out documents;
-the intervals hold 95 % of what resampled documents give. Peers are measured on the same documents in the same way.
+the intervals contain 95 % of the results from resampled documents. Peers are measured on the same documents in the same
+way.
 
 \b
 Examples:
@@ -25,7 +26,7 @@ from fp8serve.terminal import AsJson, Model, print_table
 def command(
     model: Model,
     out: Annotated[
-        Path, typer.Option(help="Directory for the models, the figures and the picture; goes on if it is there.")
+        Path, typer.Option(help="Directory for the models, the figures and the picture; continues if it exists.")
     ],
     options: Chosen[QualityOptions],
     json: AsJson = False,

@@ -1,4 +1,4 @@
-"""Put training studies of several seeds together: how far each recipe ends from BF16, and the scatter of that.
+"""Combine training studies of several seeds: how far each recipe ends from BF16, and the scatter of that distance.
 
 \b
 Examples:

@@ -1,4 +1,4 @@
-"""A server under load, with the figures of vllm bench serve.
+"""Measure a server under load, with the figures of vllm bench serve.
 
 Works with every server that has OpenAI's /v1/completions or /v1/chat/completions and streams. Without --request-rate
 and --max-concurrency, all requests are sent at once.
@@ -71,7 +71,7 @@ def command(
 def _place(
     model: str | None, server: str | None, key_file: Path | None
 ) -> Iterator[tuple[str, str | None, Path | None]]:
-    """The URL, the key and the directory of what is measured: the `server`, or one of ours for `model`."""
+    """The URL, the key and the model directory of the measured server: `server`, or a new one for `model`."""
     if server is not None:
         yield server, find_key(None, key_file), None
         return

@@ -1,9 +1,12 @@
-"""Decoding one sequence with drafts from the text so far and without: a summary, an edit, code, a story.
+"""Measure the decoding of one sequence with and without drafts: a summary, an edit, code, a story.
+
+Drafts come from the text so far, or from a draft model.
 
 \b
 Examples:
   fp8serve bench speculation ./llama-fp8
   fp8serve bench speculation ./llama-fp8 --speculative-tokens 4 --temperature 0.7 --out figures
+  fp8serve bench speculation ./llama-fp8 --draft-model ./small-llama-fp8
 """
 
 from collections.abc import Mapping
@@ -17,12 +20,13 @@ from fp8serve.terminal import AsJson, Model, print_table
 
 @with_options()
 def command(model: Model, options: Chosen[SpeculationLoad], out: Out = None, json: AsJson = False) -> None:
-    from fp8serve.hub import find_model
+    from fp8serve.hub import draft_found, find_model
 
     directory, load = find_model(model), options()
     from fp8serve.bench.speculation import measure
 
-    figures = measured("Speculation", lambda tell: measure(directory, tell, **vars(load)))
+    chosen = draft_found(vars(load))
+    figures = measured("Speculation", lambda tell: measure(directory, tell, **chosen))
     show(publish("speculation", figures, out), json, _print)
 
 

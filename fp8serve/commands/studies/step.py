@@ -1,4 +1,4 @@
-"""A whole training step in FP8 and in BF16, in turns, on one model.
+"""Measure a whole training step in FP8 and in BF16, in turns, on one model.
 
 \b
 Examples:

@@ -1,6 +1,7 @@
 """Train one model under every recipe from the same seed, and compare where they end.
 
-On text that every Python installation carries. One run is also resumed half-way and must end with the same bytes.
+It trains on text that every Python installation carries. One run is also resumed half-way and must end with the same
+bytes.
 
 \b
 Examples:
@@ -27,7 +28,7 @@ LOSSES = {"final": "final loss", "running": "running loss", "valid": "held-out l
 @with_options()
 def command(
     out: Annotated[
-        Path, typer.Option(help="Directory for the runs, the figures and the plot; goes on if it is there.")
+        Path, typer.Option(help="Directory for the runs, the figures and the plot; continues if it exists.")
     ],
     options: Chosen[StudyPlan],
     shape: Chosen[Shape],

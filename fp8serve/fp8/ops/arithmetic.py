@@ -20,13 +20,13 @@ BLOCK = 128
 FLT_MAX = torch.finfo(torch.float32).max
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "bf16": torch.bfloat16}
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-# An element is cut off when |x * scale| is above this: the maximum and four steps of FP32, which is what the roundings
+# An element is cut off when |x * scale| is above this: the maximum and four steps of FP32, the most that the roundings
 # of a scale made for x, of its inverse and of the product can add (docs/numerics.md).
 CUT_OFF = {torch.float8_e4m3fn: 448.0 + 4 * 2.0**-15, torch.float8_e5m2: 57344.0 + 4 * 2.0**-8}
 
 
 def blocks(size: int) -> int:
-    """How many blocks of 128 cover `size`."""
+    """The number of blocks of 128 that cover `size`."""
     return -(-size // BLOCK)
 
 
@@ -67,7 +67,7 @@ def scale_from_amax(amax: Tensor, fp8_max: float, power_2: bool) -> Tensor:
 
 
 def expand(scale: Tensor, rows: int, cols: int) -> Tensor:
-    """A scale of any granularity as something that broadcasts over [rows, cols]."""
+    """A scale of any granularity in a shape that broadcasts over [rows, cols]."""
     if scale.dim() == 0:
         return scale
     if scale.shape[0] != rows:

@@ -21,9 +21,9 @@ def _gather(cache: Tensor, blocks: Tensor, length: int, scale_inv: Tensor | None
 
 
 def hidden(queries: int, length: int, window: int | None, device: torch.device) -> Tensor:
-    """Bool [queries, length]: what the last `queries` of `length` tokens do not see.
+    """Bool [queries, length]: True where one of the last `queries` tokens does not see a token of all `length`.
 
-    A token sees itself and those before it, with a window (>= 1) only the last `window` of these.
+    A token sees itself and those before it; with a window (>= 1) only the last `window` of these.
     """
     ahead = torch.arange(length, device=device) - torch.arange(length - queries, length, device=device).unsqueeze(1)
     return ahead > 0 if window is None else (ahead > 0) | (ahead <= -window)
@@ -32,7 +32,7 @@ def hidden(queries: int, length: int, window: int | None, device: torch.device) 
 def attention_weights(scores: Tensor, unseen: Tensor, softcap: float | None, sinks: Tensor | None) -> Tensor:
     """Softmax over the keys: scores [..., T, L] in high precision, bool `unseen` [T, L] -> like scores.
 
-    softcap: scores become softcap * tanh(scores / softcap). sinks: logits [..., 1, 1] that join the sum of weights.
+    softcap: scores become softcap * tanh(scores / softcap). sinks: logits [..., 1, 1] that join the denominator.
     """
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -82,9 +82,9 @@ def paged_attention(
     q [T, heads, head_dim] flattened over sequences (query_starts int32 [S+1]); caches [blocks, block_size, kv_heads,
     head_dim]; block_tables int32 [S, max_blocks]; context_lens int32 [S] with the new tokens. window: a token
     sees itself and the `window` - 1 tokens before it; None: all of them. softcap: scores, scaled, become softcap *
-    tanh(score / softcap). sinks FP32 [heads]: logits that join their head's sum of weights. Each sequence is computed
-    alone and in FP64, rounded once at the end: its result does not depend on its neighbours, nor on how its prompt was
-    cut into chunks.
+    tanh(score / softcap). sinks FP32 [heads]: logits that join the denominator of their head's softmax. Each sequence
+    is computed alone and in FP64, rounded once at the end: its result does not depend on its neighbours, nor on how its
+    prompt was cut into chunks.
     """
     out = torch.empty_like(q)
     starts, lengths = query_starts.tolist(), context_lens.tolist()

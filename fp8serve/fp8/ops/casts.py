@@ -1,4 +1,4 @@
-"""Casts to FP8: by a given scale, by one found in the tensor, by row and by block; and transposes of what was cast."""
+"""Casts to FP8: by a given scale, by the tensor's own, by row and by block; and transposes of FP8 data."""
 
 from collections.abc import Callable
 from functools import partial

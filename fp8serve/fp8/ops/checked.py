@@ -23,7 +23,7 @@ def _with_scale(x: Tensor, scale: Tensor | float, dtype: torch.dtype) -> tuple[T
     scale = torch.as_tensor(scale, dtype=torch.float32, device=x.device)
     if scale.dim() != 0:
         raise ValueError(f"A given scale must be one number (shape []), found shape {list(scale.shape)}.")
-    if not 0 < float(scale) < math.inf:  # NaN fails both; this waits for a device, which the op itself does not
+    if not 0 < float(scale) < math.inf:  # NaN fails both; unlike the op, this waits for the device
         raise ValueError(f"A given scale must be positive and finite, found {float(scale)}.")
     q, _ = torch.ops.fp8serve.quantize(x, scale, dtype)
     return q, scale.reciprocal()

@@ -12,15 +12,15 @@ def dense_like(x: Tensor) -> Tensor:
 
 
 def fake_like_first(x: Tensor, *rest: Any) -> Tensor:
-    """Of an op whose result is like its first argument."""
+    """For an op whose result is like its first argument."""
     return dense_like(x)
 
 
 def fake_cast(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Of an op (x, ..., dtype) -> (quantized data of x's shape, a number)."""
+    """For an op (x, ..., dtype) -> (quantized data of x's shape, a number)."""
     return torch.empty(x.shape, dtype=rest[-1], device=x.device), x.new_empty((), dtype=torch.float32)
 
 
 def fake_nothing(*args: Any) -> None:
-    """Of an op that returns nothing: it writes into its arguments."""
+    """For an op that returns nothing and writes into its arguments."""
     return

@@ -1,4 +1,4 @@
-"""Products of two matrices with K contiguous, accumulated in FP32: scaled FP8, BF16, and what may follow them."""
+"""Products of two matrices with K contiguous, accumulated in FP32: scaled FP8, BF16, and ops fused after them."""
 
 from functools import partial
 from itertools import product
@@ -12,7 +12,7 @@ from fp8serve.fp8.ops.arithmetic import BLOCK, FP8_MAX, dequantize
 from fp8serve.fp8.ops.casts import quantize
 from fp8serve.fp8.ops.fakes import dense_like
 from fp8serve.fp8.ops.inputs import normal, quantized, row_cases
-from fp8serve.fp8.ops.registry import Case, declare, define
+from fp8serve.fp8.ops.registry import Case, declare, define, implement
 
 
 def _is_block(scale_inv: Tensor, rows: int, cols: int) -> bool:
@@ -25,8 +25,8 @@ TILE = 32  # rows
 def _multiply(a: Tensor, b: Tensor) -> Tensor:
     """a [M, K] @ b [N, K]^T in FP32. On a CPU no row depends on those beside it.
 
-    A BLAS chooses the order of its sums by the shape of the product, so a CPU multiplies TILE rows at a time, the last
-    of them filled up with zeros: one shape for all.
+    A BLAS chooses the order of its sums by the shape of the product. A CPU therefore multiplies TILE rows at a time,
+    the last of them padded with zeros: all products have one shape.
     """
     if a.device.type != "cpu" or len(a) == 0:
         return a @ b.t()
@@ -35,9 +35,9 @@ def _multiply(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _scaled_by(sums: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """sums * a * b, rounded after each product. Where a is far from one and b on its other side, the first product may
-    leave the range of FP32 though the second would bring it back: then 2^64 goes from one to the other, which moves no
-    bit of a result that stays in range."""
+    """sums * a * b, rounded after each product. Where a is far from 1 and b lies on the other side of 1, the first
+    product may leave the range of FP32 though the second would bring it back: then a factor of 2^64 is moved from one
+    to the other, which changes no bit of a result that stays in range."""
     one = torch.ones((), device=sums.device)
     far_up, far_down = 2.0**64 * one, 2.0**-64 * one
     up, down = (a > far_up) & (b < 1), (a < far_down) & (b > 1)
@@ -75,9 +75,10 @@ def _scales(rows: int, cols: int, seed: int) -> dict[str, Tensor]:
     return {name: torch.exp2(torch.randn(shape, generator=noise)) for name, shape in shapes.items()}
 
 
-def _mm_case(
+def mm_case(
     m: int, n: int, k: int, a: torch.dtype, b: torch.dtype, kinds: tuple[str, str], out: torch.dtype
 ) -> tuple[Any, ...]:
+    """The arguments of scaled_mm; a bias where n is odd."""
     bias = torch.linspace(-2, 2, n).to(out) if n % 2 else None
     scales = _scales(m, k, 3)[kinds[0]], _scales(n, k, 4)[kinds[1]]
     return quantized(m, k, a, 1), quantized(n, k, b, 2), *scales, bias, out
@@ -99,7 +100,7 @@ def _mm_cases() -> list[Case]:
         (s, f, kind, torch.float32) for s, (f, kind) in product(shapes, zip(formats + formats[:2], kinds, strict=True))
     ]
     grid += [((9, 31, 77), formats[0], kinds[0], out) for out in (torch.bfloat16, torch.float16)]
-    return [Case(f"{s} {f} {kind} {out}", partial(_mm_case, *s, *f, kind, out)) for s, f, kind, out in grid]
+    return [Case(f"{s} {f} {kind} {out}", partial(mm_case, *s, *f, kind, out)) for s, f, kind, out in grid]
 
 
 define(
@@ -110,12 +111,20 @@ define(
     cases=_mm_cases,
     recipes=("delayed", "current", "rowwise", "block"),
 )
-# The same work by a kernel that the caller names, to find out which is fastest.
+# The same product by a kernel that the caller names, to find out which is fastest.
 declare(
     "scaled_mm_by(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, ScalarType out_dtype,"
     " str kernel, int swizzle) -> Tensor",
     kernels=("cuda",),
 )
+# Switches kernels of products off on a GPU (csrc/cuda/gemm_switches.h); what they then call when none is left.
+declare("gemm_kernels(Tensor here, str off) -> str", kernels=("cuda",))
+declare(
+    "scaled_mm_by_reference(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias,"
+    " ScalarType out_dtype) -> Tensor",
+    fake=_fake_product,
+)
+implement("scaled_mm_by_reference", scaled_mm)
 
 
 def scaled_mm_quantize(
@@ -144,7 +153,7 @@ def _fake_mm_quantize(a: Tensor, b: Tensor, *rest: Any) -> tuple[Tensor, Tensor]
 
 def _mm_quantize_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
     """A row of zeros, and sums on both sides of the largest value of FP8."""
-    *args, _ = _mm_case(rows, 11, cols, torch.float8_e4m3fn, torch.float8_e4m3fn, ("row", "tensor"), dtype)
+    *args, _ = mm_case(rows, 11, cols, torch.float8_e4m3fn, torch.float8_e4m3fn, ("row", "tensor"), dtype)
     args[0][:1] = 0
     return *args, torch.tensor(0.03), torch.float8_e4m3fn
 
@@ -172,7 +181,7 @@ def _fake_mm_add(a: Tensor, b: Tensor, a_s: Tensor, b_s: Tensor, bias: Tensor | 
 
 
 def _add_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
-    args = _mm_case(rows, 11, cols, torch.float8_e4m3fn, torch.float8_e4m3fn, ("row", "tensor"), dtype)
+    args = mm_case(rows, 11, cols, torch.float8_e4m3fn, torch.float8_e4m3fn, ("row", "tensor"), dtype)
     return *args[:5], normal(rows, 11, dtype)
 
 

@@ -5,10 +5,10 @@
     a              [T, K], rows of expert 0, then of expert 1, ...
     b              [E, N, K], the experts' weights
 
-`grouped_mm` is by definition a loop of `scaled_mm` over the experts, to the last bit. Kernels do all experts in one
-go, for at decoding most have one row or none. Scales come in one more shape than elsewhere: [E], one for each expert.
+`grouped_mm` is by definition a loop of `scaled_mm` over the experts, to the last bit. Kernels do all experts at once,
+because at decoding most have one row or none. Scales come in one more shape than elsewhere: [E], one for each expert.
 
-`grouped_wgrad` is the product that a weight's gradient needs, where it is the sum that is cut by expert: columns of
+`grouped_wgrad` is the product for a weight's gradient, where the contracted dimension is divided by expert: columns of
 expert 0, then of expert 1, ... of a [N, T] and b [K, T] -> [E, N, K].
 """
 
@@ -31,7 +31,7 @@ def spans(offsets: Tensor) -> list[tuple[int, int]]:
 
 
 def expert_of_rows(offsets: Tensor, rows: int) -> Tensor:
-    """int64 [rows]: the expert of each row; finds out without waiting for the device."""
+    """int64 [rows]: the expert of each row, computed without waiting for the device."""
     places = torch.arange(rows, device=offsets.device, dtype=offsets.dtype)
     return torch.searchsorted(offsets, places, right=True).clamp(max=max(len(offsets) - 1, 0))
 
@@ -44,7 +44,7 @@ def _part(scale_inv: Tensor, expert: int, begin: int, end: int) -> Tensor:
 
 
 def _looped(ops: Any) -> Any:
-    """grouped_mm by products of one expert after the other, which are taken from `ops`."""
+    """grouped_mm as products of one expert after the other, with the products of `ops`."""
 
     def grouped_mm(
         a: Tensor,
@@ -91,7 +91,7 @@ _KINDS = ("expert", "tensor, row", "row", "block")
 
 
 def _shapes(kind: str, rows: int, experts: int, n: int, k: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of the scales of a [rows, k] and b [experts, n, k]."""
+    """The shapes of the scales of a [rows, k] and b [experts, n, k]."""
     if kind == "block":
         return (rows, blocks(k)), (experts, blocks(n), blocks(k))
     if kind == "expert":
@@ -99,7 +99,7 @@ def _shapes(kind: str, rows: int, experts: int, n: int, k: int) -> tuple[tuple[i
     return ((rows, 1) if kind == "row" else ()), (experts, n, 1)
 
 
-def _case(
+def grouped_case(
     where: str, kind: str, shape: tuple[int, int], a: torch.dtype, packed: bool, out: torch.dtype
 ) -> tuple[Any, ...]:
     (n, k), offsets = shape, torch.tensor(_OFFSETS[where], dtype=torch.int32)
@@ -126,7 +126,7 @@ def _cases() -> list[Case]:
         *product(["some idle"], _KINDS, [(144, 264)], [e5m2, torch.bfloat16], [False, True], [torch.bfloat16]),
     ]
     return [
-        Case(f"{w}, {kind}, {s} {a} packed {p}", partial(_case, w, kind, s, a, p, out))
+        Case(f"{w}, {kind}, {s} {a} packed {p}", partial(grouped_case, w, kind, s, a, p, out))
         for w, kind, s, a, p, out in grid
     ]
 
@@ -142,7 +142,7 @@ define(
 
 
 def _looped_wgrad(ops: Any) -> Any:
-    """grouped_wgrad by products of one expert after the other, which are taken from `ops`."""
+    """grouped_wgrad as products of one expert after the other, with the products of `ops`."""
 
     def grouped_wgrad(
         a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, offsets: Tensor, out_dtype: torch.dtype
@@ -173,7 +173,7 @@ def _fake_wgrad(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     return a.new_empty((len(rest[2]), a.shape[0], b.shape[0]), dtype=rest[-1])
 
 
-def _wgrad_case(where: str, kind: str, n: int, k: int, a: torch.dtype, out: torch.dtype) -> tuple[Any, ...]:
+def wgrad_case(where: str, kind: str, n: int, k: int, a: torch.dtype, out: torch.dtype) -> tuple[Any, ...]:
     offsets = torch.tensor(_OFFSETS[where], dtype=torch.int32)
     columns, experts = int(offsets[-1]), len(offsets)
     pieces = sum(blocks(end - begin) for begin, end in spans(offsets))
@@ -195,7 +195,7 @@ def _wgrad_cases() -> list[Case]:
         *product(["many rows"], kinds, [(144, 130)], [torch.float8_e5m2], [torch.bfloat16]),
     ]
     return [
-        Case(f"{w}, {kind}, {n}x{k} {a} {out}", partial(_wgrad_case, w, kind, n, k, a, out))
+        Case(f"{w}, {kind}, {n}x{k} {a} {out}", partial(wgrad_case, w, kind, n, k, a, out))
         for w, kind, (n, k), a, out in grid
     ]
 

@@ -1,7 +1,7 @@
 """Inputs that the cases of several ops are made of.
 
-A cast sees another magnitude in every tile (a wrong scale cannot hide among equal ones) and hostile values: zeros,
-subnormals, limits, infinities, NaN, ragged edges, empty and non-contiguous tensors.
+A cast gets a different magnitude in every tile, so that a wrong scale shows, and hostile values: zeros, subnormals,
+limits, infinities, NaN, ragged edges, empty and non-contiguous tensors.
 """
 
 from collections.abc import Callable
@@ -63,5 +63,5 @@ def row_cases(case: Callable[[torch.dtype, int, int], tuple[Any, ...]]) -> list[
 
 
 def gradient_cases(case: Callable[[torch.dtype, int, int], tuple[Any, ...]]) -> list[Case]:
-    """The cases of a gradient: what flows in, then the arguments of the op."""
+    """The cases of a gradient op: the incoming gradient, then the arguments of the op."""
     return row_cases(lambda dtype, rows, cols: (normal(rows, cols, dtype, 7), *case(dtype, rows, cols)))

@@ -1,10 +1,10 @@
-"""The product of weights that lie under each other, each scaled in its own blocks: the q, k and v of a layer.
+"""The product of stacked weights, each scaled in its own blocks, such as the q, k and v of a layer.
 
     b            [N, K], the rows of one weight below those of the other
     ends         int32 [P], where the rows of each weight end; the last is N
     b_scale_inv  [sum of ceil(N_i/128), ceil(K/128)], every weight's own scales below those of the other
 
-Where every weight but the last has a multiple of 128 rows, that is a `scaled_mm` of the whole. `joined_mm` is by
+Where every weight but the last has a multiple of 128 rows, this is one `scaled_mm` of the whole. `joined_mm` is by
 definition one `scaled_mm` after the other, to the last bit. Weights whose rows are multiples of 16 have a kernel.
 """
 
@@ -22,7 +22,7 @@ from fp8serve.fp8.ops.registry import Case, define, reference
 
 
 def _one_by_one(ops: Any) -> Any:
-    """joined_mm by products that are taken from `ops`."""
+    """joined_mm with the products of `ops`."""
 
     def joined_mm(
         a: Tensor,

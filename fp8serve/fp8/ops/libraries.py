@@ -1,4 +1,4 @@
-"""The libraries of compiled kernels, and who serves each op: `backends()`, so that a fallback is never silent.
+"""The libraries of compiled kernels, and `backends()`, which says what serves each op, so that no fallback is silent.
 
 The libraries are plain shared objects next to the package (`libfp8serve_cpu.so`, `libfp8serve_cuda.so`), looked up
 along the package's `__path__` because an editable install has two places.
@@ -11,20 +11,20 @@ from typing import Any, cast
 import torch
 
 import fp8serve
-from fp8serve.fp8.ops.registry import OPS, declare
+from fp8serve.fp8.ops.registry import OPS, declare, replaced
 from fp8serve.fp8.torch_private import has_kernel
 
-LEVELS = ("portable", "avx2", "avx512", "avx512bf16")  # names for sets of processor features, each within the next
+LEVELS = ("portable", "avx2", "avx512", "avx512bf16")  # names for sets of processor features, each a subset of the next
 
 # The level of the CPU library, which a test may cap: one of LEVELS, alone or with single features as in
 # "avx512+avx512vbmi", or "best"; "" only asks.
 declare("cpu_isa(str cap) -> str")
 declare("cpu_kernels() -> str")  # JSON: {op: {"variant": ..., "numerics": ...}}
-declare("reads_packed() -> bool")  # whether packed_mm reads packed weights as they are, or makes rows of them again
+declare("reads_packed() -> bool")  # whether packed_mm reads packed weights as they are, or unpacks them first
 
 
 def library_path(stem: str) -> Path | None:
-    """Where a library of kernels lies, whether it can be loaded here or not."""
+    """The path of a library of kernels, whether or not it can be loaded here."""
     paths = (Path(folder) / f"lib{stem}.so" for folder in fp8serve.__path__)
     return next((path for path in paths if path.exists()), None)
 
@@ -45,7 +45,7 @@ def _has_kernel(op: str, key: str) -> bool:
 
 
 def _has_default(op: str) -> bool:
-    """Whether the CPU library, which alone implements such an op, was loaded."""
+    """Whether the CPU library was loaded, which alone implements such an op."""
     return _has_kernel(op, "CompositeExplicitAutograd")
 
 
@@ -55,24 +55,37 @@ def cpu_isa() -> str | None:
 
 
 def reads_packed() -> bool:
-    """Whether the CPU's `packed_mm` reads packed weights as they are, which is why one packs them."""
+    """Whether the CPU's `packed_mm` reads packed weights as they are; only then packing is worthwhile."""
     return _has_default("reads_packed") and cast(bool, torch.ops.fp8serve.reads_packed())
 
 
 def cpu_kernels() -> dict[str, dict[str, str]]:
-    """For each op with a CPU kernel the `variant` that this processor runs, and its `numerics` class, which
-    docs/numerics.md describes. Where types decide, it is the variant for BF16 and FP8."""
+    """For each op with a CPU kernel, the `variant` that this processor runs and its `numerics` class
+    (docs/numerics.md). Where the variant depends on the types, it is that for BF16 and FP8."""
     found = torch.ops.fp8serve.cpu_kernels() if _has_default("cpu_kernels") else "{}"
     return cast(dict[str, dict[str, str]], json.loads(found))
 
 
 def backends(device: str = "cpu") -> dict[str, str]:
-    """Which kernel serves each op on a device: "cpu kernel (avx512bf16)", which names the variant of this very op,
-    "cuda kernel", "reference" or "composed".
+    """Which kernel serves each op on a device: "cpu kernel (avx512bf16)", with the variant of this op, "cuda kernel",
+    "reference" or "composed".
 
-    A composed op runs as a sequence of the other ops.
+    A composed op runs as a sequence of the other ops. What a check has switched off (fp8/selfcheck) is said behind it.
     """
     found = {op: "composed" if known.composed else "reference" for op, known in OPS.items()}
     if device == "cpu":
-        return found | {op: f"cpu kernel ({kernel['variant']})" for op, kernel in cpu_kernels().items()}
-    return found | {op: f"{device} kernel" for op in found if _has_kernel(op, device.upper())}
+        own = {op: f"cpu kernel ({kernel['variant']})" for op, kernel in cpu_kernels().items()}
+    else:
+        own = {op: f"{device} kernel" for op in found if _has_kernel(op, device.upper())}
+    gone = {op: f"{found[op]}; its {device} kernel is switched off" for op in replaced(device)}
+    if device == "cuda" and (off := gemm_kernels_off()):
+        own["scaled_mm"] += f", without {', '.join(off)}"
+    return found | own | gone
+
+
+def gemm_kernels_off() -> list[str]:
+    """The kernels of products that are switched off on GPUs."""
+    if LIBRARIES["cuda"] is None or not torch.cuda.is_available():
+        return []
+    names = cast(str, torch.ops.fp8serve.gemm_kernels(torch.empty(1, device="cuda"), ""))
+    return [name for name in names.split("+") if name]

@@ -1,4 +1,4 @@
-"""A function of one BF16 number, by the table of all its values."""
+"""A function of one BF16 number, as a table of all its values."""
 
 from functools import partial
 from typing import Any
@@ -12,13 +12,14 @@ from fp8serve.fp8.ops.registry import Case, define
 
 
 def look_up(x: Tensor, table: Tensor) -> Tensor:
-    """x BF16 [M, K] and table BF16 [65536] -> [M, K]: of each element the entry at the number that its bits are."""
+    """x BF16 [M, K] and table BF16 [65536] -> [M, K]: for each element the table's entry at the integer with its
+    bits."""
     places = x.contiguous().view(torch.uint16).int()
     return table.index_select(0, places.view(-1)).view(x.shape)  # a fifth of the time of indexing by []
 
 
 def _case(kind: str) -> tuple[Any, ...]:
-    """The table tells its entries apart: each is its place read as a number, of the other sign."""
+    """All entries of the table differ: each is its index read as a BF16 number, negated."""
     table = torch.arange(2**16).to(torch.int16).roll(2**15).view(torch.bfloat16)
     dtype = torch.bfloat16
     inputs = {

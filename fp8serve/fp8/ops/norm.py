@@ -1,8 +1,8 @@
 """RMSNorm, its gradient, and norms with the cast behind them.
 
 A fused op is by definition the composition of its parts, rounding where the parts round, so that a model gives the same
-numbers fused or not. Only the order in which the squares are summed is left open: a kernel may differ from this page by
-the last bit of their mean.
+numbers fused or not. Only the order in which the squares are summed is left open: a kernel may differ from this
+reference by the last bit of their mean.
 """
 
 from functools import partial

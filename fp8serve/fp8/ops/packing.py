@@ -1,7 +1,7 @@
 """Packed weights in PyTorch: the order that csrc/cpu/gemm_packed.h describes, as a permutation.
 
-A weight [N, K], N a multiple of 16 and K of 8, becomes [N / 16, K / 8, 128]: 16 rows after 16 rows; of those 1024 of K
-after 1024; and of those first k = 0 to 3 of every 8, then k = 4 to 7, of the 16 rows side by side.
+A weight [N, K], N a multiple of 16 and K of 8, becomes [N / 16, K / 8, 128]: groups of 16 rows; within a group, runs of
+1024 along K; within a run, first k = 0 to 3 of every 8, then k = 4 to 7, of the 16 rows side by side.
 """
 
 from functools import partial
@@ -38,7 +38,8 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def _is_wide(x: Tensor) -> bool:
-    """BF16, which lies as if it had been widened from FP8: the first row pair of every four, then the second."""
+    """BF16 in the order that it would have after widening from FP8: the first row pair of every four, then the
+    second."""
     return x.dtype == torch.bfloat16
 
 
@@ -75,12 +76,12 @@ define(
     pack_weight,
     fake=fake_nothing,
     cases=_pack_cases,
-    kernels=("cpu",),  # on a GPU nothing is gained by an order of its own
+    kernels=("cpu",),  # a GPU gains nothing from another order
 )
 
 
 def unpack_weight(packed: Tensor) -> Tensor:
-    """[N / 16, K / 8, 128] -> what pack_weight was given, [N, K]."""
+    """[N / 16, K / 8, 128] -> the weight that pack_weight was given, [N, K]."""
     groups = len(packed)
     blocks = torch.split(_bits(packed).view(groups, -1), BLOCK * GROUP, 1)
     rows = [_rows(block, _is_wide(packed)).reshape(groups * GROUP, -1) for block in blocks]
@@ -103,7 +104,8 @@ def packed_mm(
     residual: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """a [M, K] times the packed weight b: scaled_mm, or mm where there are no scales; a residual is added to that."""
+    """a [M, K] times the packed weight b: scaled_mm, or mm where there are no scales; a residual is added to the
+    result."""
     weight = unpack_weight(b)
     if a_scale_inv is None or b_scale_inv is None:
         product = mm(a, weight, bias, out_dtype)

@@ -1,14 +1,14 @@
-"""The registry of ops: `define` is the one place where an op is made known to torch, and to everything of ours that
-lists ops: `backends()`, doctor, the benchmark and the tests.
+"""The registry of ops: `define` makes an op known to torch, and to everything here that lists ops: `backends()`,
+doctor, the benchmark and the tests.
 
-An op's family (casts.py, gemm.py, ...) holds what there is to say about it side by side: its schema, its reference in
-plain PyTorch, a fake kernel that gives shapes, and the inputs that it is tried on. Dispatch, not an `if`, chooses the
-kernel: the reference is registered as CompositeExplicitAutograd, which answers for every device that has no kernel of
-its own.
+An op's family (casts.py, gemm.py, ...) defines all of it in one place: its schema, its reference in plain PyTorch, a
+fake kernel that gives shapes, and the inputs that it is tried on. Dispatch, not an `if`, chooses the kernel: the
+reference is registered as CompositeExplicitAutograd, which runs on every device without a kernel.
 
 `torch.library` is imported by this module only.
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, wraps
@@ -35,8 +35,8 @@ class Case:
 class Op:
     """What is known of an op.
 
-    `kernels`: the devices whose library holds a kernel for it. `composed`: without one it runs as a sequence of the
-    other ops. `recipes`: those whose linear layers need it, forward or backward. `cases`: makes its list of inputs,
+    `kernels`: the devices whose library holds a kernel for it. `composed`: without a kernel it runs as a sequence of
+    the other ops. `recipes`: those whose linear layers need it, forward or backward. `cases`: makes its list of inputs,
     for the tests of every kernel, for gradient checks and for benchmarks.
     """
 
@@ -48,8 +48,10 @@ class Op:
 
 
 OPS: dict[str, Op] = {}  # every op that has a reference, by name, in the order of definition
-reference = SimpleNamespace()  # the reference of every op, by name: what torch.ops.fp8serve is held to
+reference = SimpleNamespace()  # the reference of every op, by name, with which torch.ops.fp8serve is compared
 _WITHOUT_REFERENCE: dict[str, tuple[str, ...]] = {}  # name: devices
+_DEFAULTS: dict[str, Kernel] = {}
+_REPLACED: dict[tuple[str, str], Any] = {}  # (op, device): what holds the replacement in force
 
 
 def define(
@@ -100,7 +102,33 @@ def declare(schema: str, fake: Kernel | None = None, kernels: tuple[str, ...] = 
 def implement(name: str, kernel: Kernel) -> None:
     """Give an op its default kernel, which like the C++ kernels is not differentiable: gradients are the business of
     autograd functions."""
-    _LIBRARY.impl(name, torch.no_grad()(kernel), "CompositeExplicitAutograd")
+    _DEFAULTS[name] = torch.no_grad()(kernel)
+    _LIBRARY.impl(name, _DEFAULTS[name], "CompositeExplicitAutograd")
+
+
+def replace_by_default(name: str, device: str) -> None:
+    """Let an op's default kernel answer on a device, "cpu" or "cuda", in the place of its library's kernel."""
+    _REPLACED[name, device] = overridden(name, _DEFAULTS[name], device)
+
+
+def overridden(name: str, kernel: Kernel, device: str) -> Any:
+    """Has `kernel` answer on a device for as long as what is returned is not told to `_destroy()`."""
+    holder: Any = cast(Any, torch.library.Library)("fp8serve", "IMPL")
+    with warnings.catch_warnings():  # torch's, that there is a kernel already
+        warnings.simplefilter("ignore", UserWarning)
+        holder.impl(name, kernel, device.upper(), allow_override=True)
+    return holder
+
+
+def replaced(device: str) -> set[str]:
+    """The ops for which `replace_by_default` holds."""
+    return {name for name, where in _REPLACED if where == device}
+
+
+def restore(device: str) -> None:
+    """Let the library's kernels answer again."""
+    for name in replaced(device):
+        _REPLACED.pop((name, device))._destroy()
 
 
 def compiled_for(device: str) -> set[str]:

@@ -21,7 +21,7 @@ def _write_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, D] turned by its position: cos, sin [T, 1, D]; the halves of a head's dimensions are pairs."""
+    """x [T, heads, D] rotated by its position: cos, sin [T, 1, D]; the halves of a head's dimensions are pairs."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -51,7 +51,7 @@ def rotary_write_kv(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> Tensor:
-    """q [T, heads, D] and k [T, kv_heads, D] turned by cos, sin [T, 1, D]; k and v written; returns the turned q."""
+    """Rotates q [T, heads, D] and k [T, kv_heads, D] by cos, sin [T, 1, D]; writes k and v; returns the rotated q."""
     write_kv(rotary(k, cos, sin), v, k_cache, v_cache, slots, k_scale, v_scale)
     return rotary(q, cos, sin)
 

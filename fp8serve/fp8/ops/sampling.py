@@ -5,8 +5,8 @@ many tokens stay. Ties at the border go to the smaller token ids.
 
 Everything works on a row alone (softmax, cumsum, sort); element-wise transcendental functions over the whole batch are
 avoided on purpose, because torch computes the elements at the end of a tensor with another routine than those before.
-Sums and exponentials are FP64: a kernel that takes them in another order draws another token only where the random
-number is within some 1e-15 of a border between two.
+Sums and exponentials are FP64: a kernel that adds in another order draws another token only where the random number is
+within about 1e-15 of the boundary between two.
 """
 
 from functools import partial
@@ -29,7 +29,7 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     """
     probs = torch.softmax(logits.double() / temperature[:, None], -1)
     asked = (top_k > 0) | (top_p < 1) | (min_p > 0)
-    if not _on_cpu(probs):  # to look who asked would be to wait for the device
+    if not _on_cpu(probs):  # to see which rows asked for it would mean waiting for the device
         probs = torch.where(asked[:, None], filtered(probs, top_k, top_p, min_p), probs)
     elif bool(asked.any()):
         probs[asked] = filtered(probs[asked], top_k[asked], top_p[asked], min_p[asked])
@@ -48,7 +48,7 @@ def filtered(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tens
     mass = ordered.cumsum(-1)
     kept = torch.arange(vocab, device=probs.device) < largest
     within = mass - ordered < top_p[:, None] * mass.gather(-1, largest - 1)  # of what top_k left
-    kept &= within | (top_p >= 1)[:, None]  # 1 is all, also what is too small to change a sum
+    kept &= within | (top_p >= 1)[:, None]  # 1 keeps all tokens, also those too small to change a sum
     kept &= ordered >= min_p[:, None] * ordered[:, :1]
     count = kept.sum(-1, keepdim=True).clamp(min=1)
     threshold = ordered.gather(-1, count - 1)
@@ -73,7 +73,7 @@ def _fake_sample(logits: Tensor, *rest: Any) -> Tensor:
 
 
 def _sample_case(rows: int, vocab: int, filters: bool) -> tuple[Any, ...]:
-    """Logits with ties and with tokens that are forbidden; every row with other filters, when there are any."""
+    """Logits with ties and with forbidden tokens; if there are filters, every row has different ones."""
     noise = torch.Generator().manual_seed(rows)
     logits = torch.randn(rows, vocab, generator=noise).mul(3).bfloat16().float()
     logits[:, 3::7] = -torch.inf

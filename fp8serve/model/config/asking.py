@@ -1,6 +1,6 @@
-"""What transformers' class makes of a config.json, for a process without torch: asked of another process.
+"""How transformers' class reads a config.json, for a process without torch, which asks another process.
 
-To know it takes torch and transformers, which the server's front never loads. The other process is this package's
+The answer needs torch and transformers, which the server's front never loads. The other process is this package's
 transformers_backend/__main__.py; it is started once for each model, takes seconds, and ends.
 """
 

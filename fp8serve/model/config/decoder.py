@@ -1,9 +1,9 @@
 """The hyper-parameters we honour, read from `config.json`.
 
-Published architectures are one decoder with switches: what the architecture fixes is a row of `families`, the rest is
-in the file. Every key of the file is sorted into one of three: honoured (becomes a field), harmless (`config_keys`), or
-unknown. An unknown key that is set is an error, because a model that runs with one term of its maths missing looks
-healthy and answers wrongly.
+Published architectures are one decoder with switches: a row of `families` has what the architecture fixes, the file has
+the rest. Every key of the file is one of three: honoured (it becomes a field), harmless (`config_keys`), or unknown. An
+unknown key that is set is an error, because a model that runs with one term of its maths missing looks healthy and
+answers wrongly.
 
 transformers 5 writes `dtype` where 4 wrote `torch_dtype`: both are read. Defaults of omitted keys are those of
 transformers' class for the architecture. No torch here.
@@ -19,7 +19,8 @@ from typing import Any, Literal
 from fp8serve.errors import ModelError, shown
 from fp8serve.model.config.asking import ask
 from fp8serve.model.config.encoder import ENCODERS, OF_HEADS, Head, head_of, is_encoder
-from fp8serve.model.config.families import BEFORE, FAMILIES, SHARED, Family, HeadNorm, Norm, Norms
+from fp8serve.model.config.families import FAMILIES
+from fp8serve.model.config.family import BEFORE, SHARED, Family, HeadNorm, Norm, Norms
 from fp8serve.model.config.keys import HONOURED, is_harmless
 from fp8serve.model.config.latent import Latent, latent_attention, latent_of
 from fp8serve.model.config.mixture import Experts, experts_of
@@ -28,9 +29,10 @@ from fp8serve.model.config.rope import QueryScaling, Rope, layer_ropes, query_sc
 from fp8serve.model.config.wrappers import read_text_config
 from fp8serve.model.storage.files import present, read_optional_json
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "xielu"]
 _CLASSIFIES = "ForSequenceClassification"
-_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_GATED: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_UNGATED: dict[str, Activation] = {"xielu": "xielu"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class TransformersClass:
 class ModelConfig:
     """One decoder-only transformer. Sizes in elements; every field that changes the maths is here.
 
-    The fields with a default are what makes a family other than Llama.
+    The fields with a default are those in which other families differ from Llama.
     """
 
     architecture: str
@@ -71,29 +73,30 @@ class ModelConfig:
     dtype: str  # of the weights as published: "bfloat16", "float16" or "float32"
     softmax_scale: float  # multiplies the products of queries and keys
     attention_softcap: float | None = None  # a score s becomes softcap * tanh(s / softcap)
-    activation: Activation = "silu"
+    activation: Activation = "silu"  # xielu: of an MLP that multiplies by no gate
     norms: Norms = BEFORE
     offset_norms: bool = False  # norms multiply by 1 + weight
     embedding_scale: float = 1.0
-    rounds_embedding_scale: bool = False  # to the weights' type, before it multiplies
+    rounds_embedding_scale: bool = False  # to the weights' type, before the product
     residual_scale: float = 1.0  # multiplies what a block adds to the residual
     logits_divisor: float = 1.0
     logits_softcap: float | None = None
+    head_bias: bool = False
     fused_qkv: bool = False  # one linear, q's rows first
     fused_gate_up: bool = False
     qk_norm_weight: HeadNorm = "shared"  # where there is a qk_norm
-    rotary_dim: int | None = None  # of a head, from its first element on, is turned; None: all of it
-    neighbours_pair: bool = False  # rotary position turns element 2i with 2i + 1
+    rotary_dim: int | None = None  # elements of a head, from the first on, that are rotated; None: all
+    neighbours_pair: bool = False  # rotary position rotates element 2i with 2i + 1
     query_scaling: QueryScaling | None = None
     parallel: bool = False  # the MLP reads what attention reads, and both are added to it
     norm: Norm = "rms"
     norm_bias: bool = False
-    experts: Experts | None = None  # what some layers have for an MLP
+    experts: Experts | None = None  # in place of the MLP in some layers
     latent: Latent | None = None  # all heads read one key, whose latent part is the value, too
-    num_predictors: int = 0  # layers behind the last that may be in the file, and are left out
-    attention_sinks: bool = False  # a logit of each head joins the sum of its weights
-    head: Head | None = None  # of labels, in place of the one that makes logits of tokens
-    computed_by: TransformersClass | None = None  # fields of rotary position, norms and biases say nothing then
+    num_predictors: int = 0  # layers after the last that may be in the file, and are left out
+    attention_sinks: bool = False  # a logit of each head joins the denominator of its softmax
+    head: Head | None = None  # a head of labels in place of the one that makes logits of tokens
+    computed_by: TransformersClass | None = None  # the fields of rotary position, norms and biases then have no meaning
 
     @property
     def max_length(self) -> int:
@@ -104,7 +107,7 @@ class ModelConfig:
 def read_config(model_dir: Path | str) -> ModelConfig:
     """The configuration of the Hugging Face directory `model_dir`.
 
-    ModelError: the directory or its config.json is missing or damaged, nobody here computes the architecture, or a key
+    ModelError: the directory or its config.json is missing or damaged, the architecture is not supported, or a key
     would change the maths in a way that we do not compute.
     """
     raw, generation, where = _read(Path(model_dir))
@@ -112,8 +115,8 @@ def read_config(model_dir: Path | str) -> ModelConfig:
 
 
 def check_config(model_dir: Path | str) -> None:
-    """ModelError as `read_config`, but a model without a family is left to the process that computes it: to know more
-    takes torch and transformers, and seconds."""
+    """ModelError as `read_config`, but a model without a family is left to the process that computes it: a full check
+    would take torch, transformers and seconds."""
     raw, generation, where = _read(Path(model_dir))
     if not is_without_family(raw):
         parse_config(raw, generation, where)
@@ -131,7 +134,7 @@ def _read(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any] | None, str]:
 
 
 def _mistrals(model_dir: Path) -> str:
-    """What to do about the files that Mistral's own programs read."""
+    """Advice if the directory has Mistral's own layout."""
     if not present(model_dir / "params.json"):
         return ""
     return (
@@ -182,6 +185,7 @@ def parse_config(
         norm_bias=family.norm_bias,
         offset_norms=family.offset_norms,
         fused_gate_up=family.fused_gate_up,
+        head_bias=not classifies(raw) and get("lm_head_bias") is not None and get.boolean("lm_head_bias"),
         experts=experts_of(get, layers),
         attention_sinks=family.sinks,
         num_predictors=get.positive("num_nextn_predict_layers") if get("num_nextn_predict_layers") else 0,
@@ -192,7 +196,7 @@ def parse_config(
 
 
 def _by_transformers(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    """A process without torch stays so, and asks another."""
+    """A process without torch does not load it but asks another process."""
     if "torch" in sys.modules:
         from fp8serve.model.transformers_backend import describe  # here: it brings torch
 
@@ -231,7 +235,7 @@ def _attention(get: Reader, head_dim: int, where: str) -> dict[str, Any]:
 
 
 def _softmax_scale(get: Reader, head_dim: int) -> float:
-    """Granite's file names it, Gemma's names the number that stands for `head_dim` in 1 / sqrt(head_dim)."""
+    """Granite's file has the factor; Gemma's has the number that replaces `head_dim` in 1 / sqrt(head_dim)."""
     given = get.optional_number("attention_multiplier")
     if given is not None:
         return given
@@ -239,7 +243,7 @@ def _softmax_scale(get: Reader, head_dim: int) -> float:
 
 
 def _multipliers(get: Reader) -> dict[str, Any]:
-    """What multiplies embeddings, the residual and the logits."""
+    """The factors of embeddings, the residual and the logits."""
     by_width = get.family.sqrt_embedding
     given = get.optional_number("embedding_multiplier") or 1.0
     return {
@@ -252,17 +256,18 @@ def _multipliers(get: Reader) -> dict[str, Any]:
 
 
 def _activation(get: Reader, where: str) -> Activation:
-    """`hidden_activation` counts where a family has it: old files of Gemma name another in `hidden_act`."""
+    """Where a family has `hidden_activation` it takes precedence: old files of Gemma name another in `hidden_act`."""
     key = "hidden_act" if get("hidden_activation") is None else "hidden_activation"
-    found = _ACTIVATIONS.get(get(key)) if isinstance(get(key), str) else None
+    table = _GATED if get.family.gated else _UNGATED
+    found = table.get(get(key)) if isinstance(get(key), str) else None
     if found is None:
-        known = " and ".join(repr(name) for name in _ACTIVATIONS)
-        raise ModelError(f"{where}: {key} is {shown(get(key))}; this decoder computes {known}.")
+        known, whose = " and ".join(repr(name) for name in table), get.family.architecture
+        raise ModelError(f"{where}: {key} is {shown(get(key))}; of {whose} this decoder computes {known}.")
     return found
 
 
 def computed_by_note(config: ModelConfig) -> tuple[str, ...]:
-    """A sentence for the owner of a model that transformers computes; none for another's."""
+    """A sentence for the owner of a model that transformers computes; empty for other models."""
     if config.computed_by is None:
         return ()
     return (f"{config.architecture} has no family here: transformers' own class computes it, with the same numerics in "
@@ -277,7 +282,7 @@ def is_without_family(raw: Mapping[str, Any]) -> bool:
 
 def _family(raw: Mapping[str, Any], where: str) -> Family:
     family, names = FAMILIES.get(str(raw.get("model_type"))), raw.get("architectures")
-    if family is None or (names and names not in _spelled(family.architecture)):
+    if family is None or (names and names not in _spelled(family)):
         found = names[0] if isinstance(names, list) and names else raw.get("model_type")
         known = ", ".join(f.architecture for f in FAMILIES.values())
         more = "" if family else "; pip install 'fp8serve[transformers]' lets transformers' own classes compute others"
@@ -285,13 +290,14 @@ def _family(raw: Mapping[str, Any], where: str) -> Family:
     return family
 
 
-def _spelled(architecture: str) -> list[list[str]]:
-    """transformers' classes of a family: the one that writes text, and those that embed and classify."""
-    return [[architecture.replace("ForCausalLM", end)] for end in ("ForCausalLM", "Model", _CLASSIFIES)]
+def _spelled(family: Family) -> list[list[str]]:
+    """The classes of a family: the one that writes text, and those that embed and classify."""
+    ends, names = ("ForCausalLM", "Model", _CLASSIFIES), (family.architecture, family.published_as)
+    return [[name.replace("ForCausalLM", end)] for name in names if name is not None for end in ends]
 
 
 def classifies(raw: Mapping[str, Any]) -> bool:
-    """Whether config.json is that of a model with a head of labels."""
+    """Whether config.json describes a model with a head of labels."""
     names = raw.get("architectures")
     return isinstance(names, list) and len(names) == 1 and str(names[0]).endswith(_CLASSIFIES)
 
@@ -339,7 +345,7 @@ def _windows(get: Reader, layers: int, where: str) -> tuple[int | None, ...]:
 
 
 def _eos(get: Reader, generation: Mapping[str, Any], where: str) -> tuple[int, ...]:
-    """generation_config.json rules, as in transformers: chat models list their end-of-turn tokens there."""
+    """generation_config.json takes precedence, as in transformers: chat models list their end-of-turn tokens there."""
     value = generation.get("eos_token_id")
     return token_ids(get("eos_token_id") if value is None else value, "eos_token_id", where)
 

@@ -22,9 +22,9 @@ _MOST = {"num_hidden_layers": 2_000, "num_attention_heads": 2**16}
 class EncoderFamily:
     """architecture: of the model without a head. prefix: of its tensors in files that were saved with a head.
 
-    classifier: of the model with a head of labels. has_pooler: what such a head reads lies in the model itself.
-    counts_from_pad: positions start behind the id of padding, as in fairseq. pretrained: of the model with what made a
-    loss in pre-training, where published embedders say that they are this one. is_modern: a ModernBERT (modern.py).
+    classifier: of the model with a head of labels. has_pooler: the layer that such a head reads is in the model itself.
+    counts_from_pad: positions start after the id of padding, as in fairseq. pretrained: of the model with its
+    pre-training head, which some published embedders name as their class. is_modern: a ModernBERT (modern.py).
     """
 
     architecture: str
@@ -55,7 +55,7 @@ _SCORES: dict[str, ScoreActivation] = {"Identity": "none", "Sigmoid": "sigmoid"}
 
 @dataclass(frozen=True)
 class Head:
-    """Of a classifier or cross-encoder. activation: what makes scores of its logits."""
+    """The labels of a classifier or cross-encoder. activation: the function that turns its logits into scores."""
 
     labels: tuple[str, ...]
     activation: ScoreActivation
@@ -63,7 +63,7 @@ class Head:
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """One encoder. Sizes in elements; every field changes the maths, but `dtype`."""
+    """One encoder. Sizes in elements; every field but `dtype` changes the maths."""
 
     architecture: str
     model_type: str
@@ -73,7 +73,7 @@ class EncoderConfig:
     num_layers: int
     num_heads: int
     max_position_embeddings: int  # rows of the table of positions
-    first_position: int  # of a sequence's first token in that table
+    first_position: int  # the row of a sequence's first token in that table
     type_vocab_size: int
     layer_norm_eps: float
     activation: EncoderActivation
@@ -93,12 +93,12 @@ class EncoderConfig:
 
     @property
     def prefix(self) -> str:
-        """Of the tensors' names in files that were saved with a head."""
+        """The prefix of tensor names in files that were saved with a head."""
         return ENCODERS[self.model_type].prefix
 
     @property
     def has_pooler(self) -> bool:
-        """Whether a head reads what the model's own pooler makes."""
+        """Whether a head reads the output of the model's own pooler."""
         return ENCODERS[self.model_type].has_pooler
 
 
@@ -167,8 +167,8 @@ def _refuse(raw: Mapping[str, Any], family: EncoderFamily, where: str) -> None:
 
 
 def head_of(raw: Mapping[str, Any], where: str) -> Head:
-    """Labels as transformers names them; the activation as sentence-transformers chooses it for one label, and as
-    transformers' pipeline does for more."""
+    """Labels as transformers names them; the activation as sentence-transformers chooses it for one label and as
+    transformers' pipeline chooses it for several."""
     named = raw.get(
         "id2label", {str(i): f"LABEL_{i}" for i in range(_whole({"num_labels": 2} | dict(raw), "num_labels", where))}
     )

@@ -1,119 +1,17 @@
-"""The table of architectures: one row for each family of models, with what its class fixes and no file says.
+"""The table of architectures: one row for each family of models, with the facts that its class fixes and no file
+states.
 
-A row and the file together become a `ModelConfig` (config.py), and that is all the decoder knows of a family: it asks
-where norms are, which projections have a bias, what multiplies the residual, never for a name. What all families here
-have in common (rotary position, a gated dense MLP) is not in the table but in the layer (decoder.py). A family that
+A row and the file together become a `ModelConfig` (config.py), and the decoder knows nothing else of a family: it asks
+where norms are, which projections have a bias, what multiplies the residual, and never for a name. Everything that all
+families have in common (rotary position, a dense MLP) is not in the table but in the layer (decoder.py). A family that
 differs there adds a field, the branch of the layer that reads it, and the key of the file that sets it.
 
 Defaults are those of transformers' config classes. No torch here.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-
-@dataclass(frozen=True)
-class Norms:
-    """The names of a layer's norms in the file; None: there is none in this place."""
-
-    before_attention: str | None
-    after_attention: str | None
-    before_mlp: str | None
-    after_mlp: str | None
-
-
-Norm = Literal["rms", "wide_rms", "layer"]
-"""RMSNorm, with a rounding before the product with its weight or without, or LayerNorm."""
-HeadNorm = Literal["shared", "whole", "by_head"]
-"""Queries and keys are normed head by head with one weight, as one vector, or head by head with a weight of each."""
-
-BEFORE = Norms("input_layernorm", None, "post_attention_layernorm", None)
-AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-SHARED = Norms("input_layernorm", None, "input_layernorm", None)
-AROUND = Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-
-
-@dataclass(frozen=True)
-class MixtureNames:
-    """The names of a mixture of experts in the file; the experts are `block`.experts.0, .1, ... None: there is none."""
-
-    block: str = "mlp"
-    router: str = "gate"
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
-    shared: str | None = None  # the expert that every token goes through
-    shared_gate: str | None = None  # a linear whose sigmoid multiplies what that one says
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """How a family's mixtures of experts differ from others'; see mixture.Experts.
-
-    size: the key for the size of each expert. normalizes: None: the file says so. weighs_chosen: the softmax is of the
-    chosen experts' logits alone. bias: of the router and of every projection. interleaved: files have all experts in
-    one tensor [E, in, out], with rows of gate and up in turn (gpt-oss). sigmoid: whether scores are a
-    sigmoid or a softmax, where experts are chosen as DeepSeek does.
-    """
-
-    names: MixtureNames = MixtureNames()
-    size: str = "moe_intermediate_size"
-    normalizes: bool | None = None
-    wide_weights: bool = False
-    weighs_chosen: bool = False
-    bias: bool = False
-    interleaved: bool = False
-    sigmoid: bool | None = None
-
-
-@dataclass(frozen=True)
-class Family:
-    """One architecture.
-
-    defaults: of keys that the file leaves out. optional: keys that this family honours besides those that all do.
-    fixed: keys of the file that say what this family does anyway, and the one value that is accepted.
-    qkv_bias: whether q, k and v have a bias; None: the file's `bias_key` says so. out_bias: that key is of o too.
-    fused_qkv, fused_gate_up: the file has one linear for what is several elsewhere. qk_norm: whether queries and keys
-    are normed, and how; where the file has `use_qk_norm`, that says whether. uniform_window: all layers have the
-    window; else those from `max_window_layers` on, or all but every `sliding_window_pattern`-th where there is such a
-    default. local_theta: the key of the rotary base of layers with a window, where that is not the others', or where
-    these are stretched and those are not. rope_in_windows_only: other layers have no rotary position. rope_aliases:
-    other names of types of rotary scaling. neighbours_pair: element 2i is turned with 2i + 1. scales_queries: by their
-    position, as the file says. parallel: attention and MLP read the same, by one norm; None: the file's
-    `use_parallel_residual` says so. norm_bias: LayerNorms have a bias. eps_key: of the norms. offset_norms: they
-    multiply by 1 + weight. sqrt_embedding: embeddings are multiplied by the square root of their width. mixture: some
-    layers have experts for an MLP. sinks: each head has a logit that joins the sum of its weights. latent: heads read
-    one latent vector (latent.py).
-    """
-
-    architecture: str
-    defaults: Mapping[str, Any]
-    optional: frozenset[str] = frozenset()
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    qkv_bias: bool | None = None
-    bias_key: str = "attention_bias"
-    out_bias: bool = True
-    fused_qkv: bool = False
-    fused_gate_up: bool = False
-    qk_norm: HeadNorm | None = None
-    uniform_window: bool = True
-    local_theta: str | None = None
-    rope_in_windows_only: bool = False
-    rope_aliases: Mapping[str, str] = field(default_factory=dict)
-    neighbours_pair: bool = False
-    scales_queries: bool = False
-    parallel: bool | None = False
-    norms: Norms = BEFORE
-    norm: Norm = "rms"
-    norm_bias: bool = False
-    eps_key: str = "rms_norm_eps"
-    offset_norms: bool = False
-    sqrt_embedding: bool = False
-    mixture: Mixture | None = None
-    sinks: bool = False
-    latent: bool = False
-
+from fp8serve.model.config.family import AFTER, AROUND, Family, Mixture, MixtureNames, Norms
 
 _COMMON: dict[str, Any] = {
     "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
@@ -169,7 +67,7 @@ _MINISTRAL_ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "orig
 _COHERE = {"vocab_size": 256000, "max_position_embeddings": 8192, "layer_norm_eps": 1e-5, "tie_word_embeddings": True,
            "bos_token_id": 5, "eos_token_id": 255001, "logit_scale": 0.0625}  # fmt: skip
 _COHERE_KEYS = frozenset({"layer_norm_eps", "logit_scale", "attention_bias"})
-# What published files of Cohere say of their layers, which transformers does not read either.
+# Statements of Cohere's published files about layers, which transformers does not read either.
 _COHERE_SAYS = {"use_parallel_block": True, "use_gated_activation": True, "use_embedding_sharing": True,
                 "position_embedding_type": "rope_gptj", "rotary_pct": 1.0, "layer_switch": 4,
                 "order_of_interleaved_layers": "local_attn_first"}  # fmt: skip
@@ -189,6 +87,24 @@ _DEEPSEEK_V3 = {"vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 
                 "max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1}  # fmt: skip
 _SAYS = {"moe_layer_freq": 1, "ep_size": 1, "seq_aux": True, "aux_loss_alpha": 0.001}
 _DEEPSEEK_NAMES = MixtureNames(shared="shared_experts")
+_SIGMOID = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
+_SIGMOID_KEYS = frozenset(_SIGMOID) | {"attention_bias", "first_k_dense_replace", "moe_intermediate_size",
+                                       "n_routed_experts", "n_shared_experts", "norm_topk_prob",
+                                       "num_experts_per_tok"}  # fmt: skip
+_DOTS1 = _SIGMOID | {"vocab_size": 152064, "num_key_value_heads": 32, "moe_intermediate_size": 1408,
+                     "first_k_dense_replace": 0, "norm_topk_prob": False, "sliding_window": 4096,
+                     "max_window_layers": 62}  # fmt: skip
+_GLM4_MOE = _SIGMOID | {"vocab_size": 151552, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+                        "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "moe_intermediate_size": 1408,
+                        "num_experts_per_tok": 8, "n_routed_experts": 128, "n_shared_experts": 1,
+                        "first_k_dense_replace": 1, "norm_topk_prob": True, "use_qk_norm": False}  # fmt: skip
+_PHIMOE = {"vocab_size": 32064, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+           "rope_theta": 1e6, "num_experts_per_tok": 2, "num_experts": 16, "router_jitter_noise": 0.01,
+           "lm_head_bias": False}  # fmt: skip
+_APERTUS_ROPE = {"rope_type": "llama3", "rope_theta": 12e6, "factor": 8.0, "low_freq_factor": 1.0,
+                 "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
+_APERTUS = {"hidden_act": "xielu", "vocab_size": 131072, "max_position_embeddings": 65536, "rms_norm_eps": 1e-5,
+            "rope_theta": 12e6, "rope_parameters": _APERTUS_ROPE}  # fmt: skip
 _DEEPSEEK_KEYS = frozenset(_DEEPSEEK) | {"attention_bias", "qk_head_dim", "num_experts_per_tok", "norm_topk_prob"}
 
 FAMILIES: dict[str, Family] = {  # by the file's model_type
@@ -336,6 +252,32 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
             wide_weights=True,
         ),
     ),
+    "phimoe": Family(
+        "PhimoeForCausalLM",
+        _COMMON | _SPECIAL | _PHIMOE,
+        frozenset(
+            {
+                "attention_bias",
+                "sliding_window",
+                "num_experts",
+                "num_local_experts",
+                "num_experts_per_tok",
+                "router_jitter_noise",
+                "lm_head_bias",
+                "original_max_position_embeddings",
+            }
+        ),
+        norm="layer",
+        norm_bias=True,
+        mixture=Mixture(
+            MixtureNames("block_sparse_moe", "gate", "w1", "w3", "w2"),
+            size="intermediate_size",
+            normalizes=False,
+            sparsemixer=True,
+        ),
+        mscales=True,
+        published_as="PhiMoEForCausalLM",
+    ),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
         _COMMON | _QWEN2_MOE,
@@ -394,5 +336,31 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
         neighbours_pair=True,
         mixture=Mixture(_DEEPSEEK_NAMES, wide_weights=True, sigmoid=True),
         latent=True,
+    ),
+    "dots1": Family(
+        "Dots1ForCausalLM",
+        _COMMON | _DOTS1,
+        _SIGMOID_KEYS | {"sliding_window", "max_window_layers"},
+        fixed=_SAYS | {"scoring_func": "noaux_tc"},
+        qk_norm="shared",
+        uniform_window=False,
+        mixture=Mixture(_DEEPSEEK_NAMES, wide_weights=True, sigmoid=True),
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        _COMMON | _GLM4_MOE,
+        _SIGMOID_KEYS | {"partial_rotary_factor", "use_qk_norm", "num_nextn_predict_layers"},
+        out_bias=False,
+        qk_norm="shared",
+        mixture=Mixture(_DEEPSEEK_NAMES, wide_weights=True, sigmoid=True),
+    ),
+    "apertus": Family(
+        "ApertusForCausalLM",
+        _COMMON | _SPECIAL | _APERTUS,
+        frozenset({"attention_bias"}),
+        fixed={"qk_norm": True, "post_norm": False},
+        qk_norm="shared",
+        norms=Norms("attention_layernorm", None, "feedforward_layernorm", None),
+        gated=False,
     ),
 }

@@ -1,9 +1,9 @@
 """Keys of config.json: those that every family honours, and those that change nothing, or nothing at some values.
 
 The harmless ones were collected from the config.json of the most used repositories of these architectures and of the
-programs that write them (transformers 4 and 5, trainers, converters). A key is harmless because the architecture's own
-code never reads it in a forward pass of inference, not because it looks so. A key that is in neither table may only be
-null, false, empty or zero: an unknown term of the maths must not be dropped in silence.
+programs that write them (transformers 4 and 5, trainers, converters). A key counts as harmless only if the
+architecture's own code never reads it in a forward pass of inference. A key that is in neither table may only be null,
+false, empty or zero: an unknown term of the maths must not be dropped in silence.
 """
 
 from typing import Any
@@ -24,8 +24,8 @@ _HARMLESS = frozenset({
     "initializer_range", "initializer_factor", "init_method", "init_std", "attention_dropout", "attn_pdrop",
     "embd_pdrop", "resid_pdrop", "hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob",
     "classifier_dropout", "neftune_noise_alpha", "gradient_checkpointing", "use_bfloat16", "router_aux_loss_coef",
-    "output_router_logits", "router_jitter_noise", "router_z_loss_coef", "ffn_dim_multiplier", "multiple_of",
-    "mlp_ratio",
+    "output_router_logits", "router_jitter_noise", "input_jitter_noise", "router_z_loss_coef", "ffn_dim_multiplier",
+    "multiple_of", "mlp_ratio",
     # how it is computed, not what
     "use_cache", "cache_implementation", "attn_implementation", "flash_attention", "use_flash_attn",
     "use_flash_attention", "use_flash_attention_2", "use_return_dict", "return_dict", "torchscript",
@@ -51,9 +51,9 @@ _HARMLESS = frozenset({
     "base_model_name_or_path", "library_name", "pipeline_tag", "tags", "unsloth_version", "unsloth_fixed",
 })  # fmt: skip
 
-# Keys of real maths that say what is computed anyway. Nothing else is accepted, not even null where it is not named:
-# `"is_causal": false` is as much a change as `"logit_scale": 0.5`. Granite's `attention_multiplier` replaces
-# 1 / sqrt(head_dim), so 1 is not neutral.
+# Keys that change the maths, with the values that are computed anyway. No other value is accepted, not even null:
+# `"is_causal": false` is as much a change as `"logit_scale": 0.5`. Granite's `attention_multiplier` replaces 1 /
+# sqrt(head_dim), so 1 is not neutral.
 _HARMLESS_AT: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1, None),
     "rotary_pct": (1, None),

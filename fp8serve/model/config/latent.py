@@ -1,4 +1,4 @@
-"""Multi-head latent attention as data: DeepSeek's sizes (arXiv 2405.04434), and what they make of a head. No torch."""
+"""Multi-head latent attention as data: DeepSeek's sizes (arXiv 2405.04434), and the sizes of a head. No torch."""
 
 import math
 from dataclasses import dataclass
@@ -12,8 +12,9 @@ from fp8serve.model.config.rope import yarn_parameters
 class Latent:
     """The sizes of latent attention, in elements.
 
-    q_rank: of the vector that queries are made of; None: they are made of the layer's input. rank: of the vector that
-    keys and values are made of. still, turned: of a head, without and with rotary position. value: of a head's value.
+    q_rank: size of the vector from which queries are projected; None: they are projected from the layer's input. rank:
+    size of the vector from which keys and values are projected. still, turned: elements of a head without and with
+    rotary position. value: elements of a head's value.
     """
 
     q_rank: int | None
@@ -24,7 +25,7 @@ class Latent:
 
 
 def latent_of(get: Reader) -> Latent | None:
-    """Of the family that `get` reads; None where its attention is another."""
+    """The latent attention of the family that `get` reads; None if it has none."""
     if not get.family.latent:
         return None
     found = Latent(
@@ -44,7 +45,7 @@ def latent_of(get: Reader) -> Latent | None:
 
 
 def latent_attention(get: Reader, latent: Latent) -> dict[str, Any]:
-    """The fields of ModelConfig: all heads read one key, a token's latent vector beside its turned elements."""
+    """The fields of ModelConfig: all heads read one key, a token's latent vector and its rotated elements."""
     heads, bias = get.positive("num_attention_heads"), get.boolean("attention_bias")
     return {
         "num_heads": heads,
@@ -59,7 +60,8 @@ def latent_attention(get: Reader, latent: Latent) -> dict[str, Any]:
 
 
 def _softmax_scale(get: Reader, latent: Latent) -> float:
-    """1 / sqrt of a head; where the context is stretched, times the square of YaRN's factor for `mscale_all_dim`."""
+    """1 / sqrt of a head's size; where the context is stretched, times the square of YaRN's factor for
+    `mscale_all_dim`."""
     factor, mscale = yarn_parameters(get)
     stretched = 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
     return float((latent.still + latent.turned) ** -0.5 * stretched * stretched)

@@ -3,19 +3,21 @@
 from dataclasses import dataclass
 
 from fp8serve.errors import ModelError, shown
-from fp8serve.model.config.families import MixtureNames
+from fp8serve.model.config.family import MixtureNames
 from fp8serve.model.config.reader import Reader
 
 CORRECTION = "e_score_correction_bias"
+_KEPT = (f".{CORRECTION}", ".act_fn.beta", ".act_fn.eps")  # the last two are constants of xIELU
 
 
 @dataclass(frozen=True)
 class Routing:
     """How DeepSeek's routers choose, from logits in FP32.
 
-    scale: multiplies the weights of the chosen. groups, kept: experts are so many groups, of which a token keeps the
-    best. sigmoid: scores are of each logit for itself, and a correction, which is in the file, joins them for the
-    choice alone; a group is as good as its best two. Else scores are a softmax, and a group is as good as its best.
+    scale: multiplies the weights of the chosen experts. groups, kept: experts are divided into `groups` groups, of
+    which a token keeps the best `kept`. sigmoid: scores are the sigmoids of single logits; a correction from the file
+    is added for the choice only, and a group counts as much as its best two experts. Else scores are a softmax, and a
+    group counts as much as its best expert.
     """
 
     scale: float
@@ -26,12 +28,12 @@ class Routing:
 
 @dataclass(frozen=True)
 class Experts:
-    """The mixture of experts that some layers have for an MLP.
+    """The mixture of experts that some layers have in place of an MLP.
 
-    count: of experts, of which a token goes through `per_token`. size: of each expert's middle. normalizes: the weights
-    of the chosen are divided by their sum. wide_weights: they stay FP32 until they multiply, where others round them.
-    layers: which have it; the others have a dense MLP. shared_size: of the middle of the expert that every token goes
-    through besides; None: there is none.
+    count: the number of experts; a token goes through `per_token` of them. size: each expert's intermediate size.
+    normalizes: the weights of the chosen experts are divided by their sum. wide_weights: these weights stay FP32 for
+    the product, where others round them. layers: whether each layer has the mixture; the others have a dense MLP.
+    shared_size: intermediate size of the shared expert, through which every token goes; None: there is none.
     """
 
     names: MixtureNames
@@ -44,14 +46,15 @@ class Experts:
     shared_size: int | None = None
     weighs_chosen: bool = False  # by the softmax of their logits alone
     bias: bool = False
-    interleaved: bool = False  # in files, see families.Mixture
+    interleaved: bool = False  # in files, see family.Mixture
     clamp: tuple[float, float] | None = None  # (limit, alpha) of gpt-oss' activation
     routing: Routing | None = None  # DeepSeek's
+    closeness: float | None = None  # sparsemixer's: how close to the best an expert must be to share its weight
 
 
 def keeps_fp32(name: str) -> bool:
-    """Whether the parameter of this name stays in FP32 whatever the type of the others."""
-    return name.endswith(f".{CORRECTION}")
+    """Whether the parameter of this name stays in FP32 whatever the type of the others, and is not trained."""
+    return name.endswith(_KEPT)
 
 
 def experts_of(get: Reader, layers: int) -> Experts | None:
@@ -78,13 +81,14 @@ def experts_of(get: Reader, layers: int) -> Experts | None:
         interleaved=mixture.interleaved,
         clamp=None if get("swiglu_limit") is None else (get.number("swiglu_limit"), get.number("swiglu_alpha")),
         routing=None if mixture.sigmoid is None else _routing(get, mixture.sigmoid, count, chosen),
+        closeness=_closeness(get, chosen) if mixture.sparsemixer else None,
     )
     return found if found.layers else None
 
 
 def _count(get: Reader) -> int:
-    """transformers has two names for it, and writes either."""
-    if get("n_routed_experts") is not None:
+    """transformers has two names for the key, and writes either."""
+    if "n_routed_experts" in get.family.optional:
         return get.positive("n_routed_experts")
     one, other = (get.raw.get(key) for key in ("num_experts", "num_local_experts"))
     if one is not None and other not in (None, one):
@@ -108,7 +112,7 @@ def _shared_size(get: Reader) -> int | None:
     mixture = get.family.mixture
     if mixture is None or mixture.names.shared is None:
         return None
-    if get("n_shared_experts") is not None:
+    if "n_shared_experts" in get.family.optional:
         return get.positive("n_shared_experts") * get.positive(mixture.size)
     return get.positive("shared_expert_intermediate_size")
 
@@ -127,3 +131,13 @@ def _routing(get: Reader, sigmoid: bool, count: int, chosen: int) -> Routing:
     if kept > groups or kept * (count // groups) < chosen:
         raise get.complain("topk_group", kept, f"at most n_group {groups} and room for {chosen} experts")
     return Routing(get.number("routed_scaling_factor"), groups, kept, sigmoid)
+
+
+def _closeness(get: Reader, chosen: int) -> float:
+    """Twice `router_jitter_noise`, which here belongs to routing itself, not only to training."""
+    if chosen != 2:
+        raise get.complain("num_experts_per_tok", chosen, "2, which is what sparsemixer chooses,")
+    noise = get("router_jitter_noise")
+    if isinstance(noise, bool) or not isinstance(noise, int | float) or not 0 <= noise < 1:
+        raise get.complain("router_jitter_noise", noise, "a number from 0 to below 1")
+    return 2.0 * noise

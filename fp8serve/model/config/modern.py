@@ -1,7 +1,7 @@
 """The hyper-parameters of ModernBERT, as `EncoderConfig`. No torch here.
 
-transformers 4 wrote one base of rotary position for each kind of layer and how often a layer sees the whole text,
-5 writes `rope_parameters` and `layer_types`: both are read.
+transformers 4 wrote a rotary base for each kind of layer and the interval of layers that see the whole text; 5 writes
+`rope_parameters` and `layer_types`. Both are read.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ HONOURED = frozenset({
     "quantization_config", "bos_token_id", "eos_token_id", "tie_word_embeddings", "layer_types", "rope_parameters",
     "global_rope_theta", "local_rope_theta", "global_attn_every_n_layers", "local_attention",
 })  # fmt: skip
-# of training, of heads that are not computed here, and of how transformers computes
+# keys of training, of heads that are not computed here, and of transformers' implementation
 HARMLESS = frozenset({
     "initializer_cutoff_factor", "embedding_dropout", "mlp_dropout", "decoder_bias", "classifier_pooling",
     "classifier_bias", "classifier_activation", "deterministic_flash_attn", "sparse_prediction",
@@ -27,13 +27,13 @@ HARMLESS = frozenset({
 
 
 def layer_windows(raw: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, ...]:
-    """Of each layer how many tokens to either side it sees; None: all."""
+    """For each layer, how many tokens to either side it sees; None: all."""
     half = _whole(raw, "local_attention", 128, where) // 2
     return tuple(None if kind == KINDS[0] else half for kind in _kinds(raw, layers, where))
 
 
 def layer_thetas(raw: Mapping[str, Any], layers: int, where: str) -> tuple[float, ...]:
-    """Of each layer the base of its rotary position. ModelError: it is stretched, which is not computed here."""
+    """For each layer, its rotary base. ModelError: it is stretched, which is not computed here."""
     bases = {kind: _theta(raw, kind, where) for kind in KINDS}
     return tuple(bases[kind] for kind in _kinds(raw, layers, where))
 

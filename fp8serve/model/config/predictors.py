@@ -1,4 +1,4 @@
-"""DeepSeek's layers that predict several tokens stand behind the model's own in the file; they are left out."""
+"""DeepSeek's layers for multi-token prediction come after the model's own in the file; they are left out."""
 
 import re
 
@@ -9,7 +9,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def without_predictors(shards: Shards, config: ModelConfig) -> tuple[Shards, tuple[str, ...]]:
-    """(the tensors without those of `num_predictors` layers behind the last, the names of the layers left out)."""
+    """(the tensors without those of the `num_predictors` layers after the last, the names of the layers left out)."""
     behind = [f"model.layers.{config.num_layers + i}" for i in range(config.num_predictors)]
     kept = {key: key for key in shards if _layer(key) not in behind}
     found = {_layer(key) for key in shards if key not in kept}

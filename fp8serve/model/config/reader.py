@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp8serve.errors import ModelError, shown
-from fp8serve.model.config.families import Family
+from fp8serve.model.config.family import Family
 from fp8serve.model.config.keys import HONOURED
 
-# What no model exceeds, so that a hostile size is refused before a module or a list of that size is made.
+# Sizes that no model exceeds, so that a hostile size is refused before a module or a list of that size is made.
 _MOST = {"num_hidden_layers": 2_000, "num_attention_heads": 2**16, "num_key_value_heads": 2**16, "head_dim": 2**16}
 _LARGEST = 1e38  # of a number that is computed with in FP32
 

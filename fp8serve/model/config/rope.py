@@ -1,4 +1,4 @@
-"""How positions turn queries and keys, as `config.json` says it; `rotary` computes the angles.
+"""How positions rotate queries and keys, according to `config.json`; `rotary` computes the angles.
 
 transformers 5 writes `rope_parameters`, by type of layer where these differ, where 4 wrote `rope_theta` +
 `rope_scaling`, and `rope_local_base_freq` for the layers with a window: both are read. No torch here.
@@ -16,7 +16,7 @@ from fp8serve.model.config.reader import Reader, positive_number
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the trained context; which fields count depends on `kind`.
+    """How rotary frequencies are stretched beyond the trained context; `kind` decides which fields are used.
 
     kind: "linear" (frequencies / factor), "llama3" (low frequencies / factor, smooth between) or "yarn".
     """
@@ -34,12 +34,14 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class LongRope:
-    """Frequencies divided one by one, by other numbers for sequences beyond the trained context (arXiv 2402.13753)."""
+    """Frequencies divided one by one, by different factors for sequences beyond the trained context (arXiv
+    2402.13753)."""
 
     short_factors: tuple[float, ...]
     long_factors: tuple[float, ...]
     original_max_position_embeddings: int
     attention_factor: float  # multiplies cos and sin
+    long_attention_factor: float  # the same, beyond the trained context
     kind: str = "longrope"
 
 
@@ -62,14 +64,14 @@ class QueryScaling:
 def layer_ropes(
     get: Reader, layer_windows: tuple[int | None, ...], max_len: int, rotary_dim: int
 ) -> tuple[Rope | None, ...]:
-    """Of every layer; None: its queries and keys are not turned."""
+    """The rotary position of every layer; None: its queries and keys are not rotated."""
     everywhere, local = _ropes(get, max_len, rotary_dim)
     found = [everywhere if window is None else local for window in layer_windows]
     return tuple(rope if used else None for rope, used in zip(found, _with_rope(get, layer_windows), strict=True))
 
 
 def yarn_parameters(get: Reader) -> tuple[float, float]:
-    """(factor, mscale_all_dim) of rotary frequencies that are stretched; (1, 1) where no such factor is given."""
+    """(factor, mscale_all_dim) of stretched rotary frequencies; (1, 1) where no such factor is given."""
     given = _given(get)[0]
     is_plain = given.get("rope_type", given.get("type", "default")) == "default"
     if is_plain or not given.get("mscale_all_dim"):
@@ -78,7 +80,7 @@ def yarn_parameters(get: Reader) -> tuple[float, float]:
 
 
 def rotary_dim(get: Reader, head_dim: int) -> int:
-    """How many elements of a head are turned, from the first on."""
+    """How many elements of a head are rotated, from the first on."""
     key, (whole, windowed) = "partial_rotary_factor", _given(get)
     own = 1.0 if get(key) is None else get(key)
     parts = sorted({positive_number(given.get(key), key, get.where, own) for given in (whole, windowed or whole)})
@@ -106,7 +108,8 @@ def query_scaling(get: Reader, max_len: int) -> QueryScaling | None:
 
 
 def _given(get: Reader) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the file says of layers that see the whole context, and of those with a window where it tells them apart."""
+    """The parameters of layers that see the whole context, and of those with a window where the file distinguishes
+    them."""
     where, new, old = get.where, get.raw.get("rope_parameters"), get.raw.get("rope_scaling")
     if new and old and _scaling_of(new) != _scaling_of(old):
         raise ModelError(f"{where}: rope_parameters and rope_scaling contradict each other; take one of them out.")
@@ -124,7 +127,8 @@ def _given(get: Reader) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _check_theta(get: Reader, new: Any) -> None:
-    """ModelError: transformers 4's key and 5's say different bases; which one the weights were trained with is open."""
+    """ModelError: transformers 4's key and 5's give different bases; it is unknown with which the weights were
+    trained."""
     old, new = get.raw.get("rope_theta"), new if isinstance(new, dict) else {}
     whole = new.get("full_attention", new)
     inner = whole.get("rope_theta") if isinstance(whole, dict) else None
@@ -148,7 +152,7 @@ def _object(given: Any, where: str) -> dict[str, Any]:
 
 
 def _ropes(get: Reader, max_len: int, rotary_dim: int) -> tuple[Rope, Rope]:
-    """Of layers that see the whole context, and of layers with a window."""
+    """The rotary position of layers that see the whole context, and of layers with a window."""
     whole, windowed = _given(get)
     everywhere = _rope(get, whole, _theta(get, "rope_theta"), max_len, rotary_dim)
     if get.family.local_theta is None:
@@ -162,7 +166,7 @@ def _theta(get: Reader, key: str) -> Any:
 
 
 def _with_rope(get: Reader, layer_windows: tuple[int | None, ...]) -> list[bool]:
-    """Of every layer whether it has rotary position: `no_rope_layers` holds a 1 where it does."""
+    """For every layer, whether it has rotary position: `no_rope_layers` holds a 1 where it does."""
     used, every, layers = get("no_rope_layers"), get("no_rope_layer_interval"), len(layer_windows)
     if get.family.rope_in_windows_only:
         return [window is not None for window in layer_windows]
@@ -183,11 +187,12 @@ _ROPE_KEYS = {
                            "long_factor"}),
 }  # fmt: skip
 _ELSEWHERE = ("partial_rotary_factor",)  # read by `rotary_dim`
+_MSCALES = ("short_mscale", "long_mscale")
 _QUERIES = ("llama_4_scaling_beta", "original_max_position_embeddings", "max_position_embeddings")
 
 
 def _rope(get: Reader, given: Mapping[str, Any], theta: Any, max_len: int, rotary_dim: int) -> Rope:
-    """`given` is the object of the file; `theta` counts where that names none."""
+    """`given` is the object of the file; `theta` is the base if that names none."""
     where = get.where
     rope = {k: v for k, v in given.items() if v is not None and k not in _ELSEWHERE}
     base = positive_number(rope.pop("rope_theta", theta), "rope_theta", where)
@@ -195,7 +200,8 @@ def _rope(get: Reader, given: Mapping[str, Any], theta: Any, max_len: int, rotar
     rope.pop("type", None)
     kind = get.family.rope_aliases.get(kind, kind) if isinstance(kind, str) else kind
     keys = _ROPE_KEYS.get(kind) if isinstance(kind, str) else None
-    unknown = set(rope) - (keys or set()) - set(_QUERIES if get.family.scales_queries else ())
+    own = set(_QUERIES if get.family.scales_queries else ()) | set(_MSCALES if get.family.mscales else ())
+    unknown = set(rope) - (keys or set()) - own
     if keys is None or unknown:
         wrong = f"type {shown(kind)}" if keys is None else f"the keys {shown(sorted(unknown))}"
         known = ", ".join(_ROPE_KEYS)
@@ -210,11 +216,14 @@ def _long_rope(get: Reader, rope: Mapping[str, Any], max_len: int, rotary_dim: i
     original = int(_number(rope if own is None else {}, "original_max_position_embeddings", get.where, own or max_len))
     factor = _number(rope, "factor", get.where, max_len / original)
     attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+    attention = _number(rope, "attention_factor", get.where, attention)
+    short, long = (_number(rope, key, get.where) if get.family.mscales else attention for key in _MSCALES)
     return LongRope(
         _factors(rope, "short_factor", rotary_dim // 2, get.where),
         _factors(rope, "long_factor", rotary_dim // 2, get.where),
         original,
-        _number(rope, "attention_factor", get.where, attention),
+        short,
+        long,
     )
 
 

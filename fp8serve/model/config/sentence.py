@@ -1,4 +1,5 @@
-"""What sentence-transformers writes beside a model: `modules.json`, what a text goes through. No torch here."""
+"""`modules.json`, which sentence-transformers writes beside a model: the modules that a text goes through. No torch
+here."""
 
 import json
 import re
@@ -32,7 +33,7 @@ def modules_of(model_dir: Path | str) -> dict[str, str]:
 
 
 def one_folder(folder: str, module: str, model_dir: Path) -> str:
-    """The folder of a module's configuration, in the directory. ModelError: it is none of the usual names."""
+    """The folder of a module's configuration, in the directory. ModelError: it has an unusual name."""
     if not re.fullmatch(rf"[0-9]{{1,2}}_{module}", folder):
         raise ModelError(f"{model_dir / FILE_NAME} names the folder {shown(folder)} for {module}, not N_{module}.")
     return folder
@@ -44,7 +45,8 @@ def has_pooling(model_dir: Path | str) -> bool:
 
 
 def lacks_head(model_dir: Path, raw: Mapping[str, Any]) -> bool:
-    """Whether a decoder, whose config.json is `raw`, was published to embed and without the matrix of its logits."""
+    """Whether a decoder with the config.json `raw` was published as an embedding model, without the matrix of its
+    logits."""
     if raw.get("tie_word_embeddings") or not has_pooling(model_dir):
         return False
     from fp8serve.model.storage.shards import open_shards  # here: a configuration is read without safetensors

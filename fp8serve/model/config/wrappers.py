@@ -1,11 +1,11 @@
 """Language models that are published inside a multimodal one: the text's part of config.json and of the tensors.
 
-Only text is served. The parts that see images are named (`Checkpoint.left_out`) and left out, and what is written is
-the language model alone, under its own class. What the wrapper says of images is not read.
+Only text is served. The parts for images are named (`Checkpoint.left_out`) and left out, and only the language model is
+written, under its own class. The wrapper's keys about images are not read.
 
 The keys of tensors have two spellings, transformers 4's (`language_model.model.layers.0...`) and 5's
-(`model.language_model.layers.0...`). Whether embeddings and head are one is decided by the file: wrappers and their
-text_config contradict each other about it.
+(`model.language_model.layers.0...`). The tensors decide whether embeddings and head are tied, because wrappers and
+their text_config contradict each other about it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -34,8 +34,9 @@ _OF_BOTH = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_
 def read_text_config(model_dir: Path, error: type[Fp8ServeError] = ModelError) -> dict[str, Any]:
     """config.json of the language model in `model_dir`, as it would be published alone.
 
-    A head that an embedding model was published without is taken for its embedding, which nobody asks for logits.
-    `error` as for `read_json`; ModelError: a wrapper's text_config is missing or of a model that it cannot hold.
+    If an embedding model was published without a head, its head counts as tied to the embedding; no logits are
+    computed. `error` as for `read_json`; ModelError: a wrapper's text_config is missing or of a model that it cannot
+    hold.
     """
     raw = read_json(model_dir / "config.json", error)
     if not is_wrapper(raw):
@@ -48,7 +49,7 @@ def read_text_config(model_dir: Path, error: type[Fp8ServeError] = ModelError) -
 
 
 def is_wrapper(raw: Mapping[str, Any]) -> bool:
-    """Whether this config.json is that of a multimodal model which holds a language model that is served."""
+    """Whether this config.json belongs to a multimodal model with a language model that is served."""
     return str(raw.get("model_type")) in WRAPPERS
 
 
@@ -91,6 +92,6 @@ def _part(key: str) -> str:
 
 
 def left_out_notes(model_dir: Path, parts: Iterable[str]) -> tuple[str, ...]:
-    """A sentence for the owner of a directory of which only the text is served; none where all of it is."""
+    """A sentence for the owner of a directory of which only the language model is served; empty where all of it is."""
     named = " and ".join(parts)
     return (f"Only the language model in {model_dir} is used; {named} are left out.",) if named else ()

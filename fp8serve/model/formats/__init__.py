@@ -1,1 +1,1 @@
-"""How projects spell FP8 and other small numbers in their files, and what that means in our conventions."""
+"""How projects store FP8 and other small numbers in their files, and the conversion to our conventions."""

@@ -1,4 +1,4 @@
-"""How a directory may spell its FP8 weights; docs/formats.md says who reads which."""
+"""The formats of FP8 weights that are written; docs/formats.md says which programs read which."""
 
 from typing import Literal, get_args
 

@@ -1,13 +1,14 @@
-"""The experts of gpt-oss files, one by one: all of a layer in one tensor, rows of gate and up in turn, MXFP4 or BF16.
+"""Splits the experts of gpt-oss files: a layer has them in one tensor, with alternating rows of gate and up, MXFP4 or
+BF16.
 
     P.experts.gate_up_proj_blocks  U8   [E, 2 I, H / 32, 16]   32 values of 4 bits, the lower half of a byte first
     P.experts.gate_up_proj_scales  U8   [E, 2 I, H / 32]       exponents + 127, one for each 32 values
     P.experts.gate_up_proj_bias    BF16 [E, 2 I]
     P.experts.gate_up_proj         BF16 [E, H, 2 I]            instead of blocks and scales: the weight transposed
 
-`down_proj` alike, [E, H, I / 32, 16] and so on, without the turns. A weight is made when it is asked for: every MXFP4
-value is a BF16 number (OCP Microscaling Formats 1.0, sections 5.3.3 and 6.3), so nothing is lost. MXFP4 is read here
-and not written.
+`down_proj` alike, [E, H, I / 32, 16] and so on, without alternating rows. A weight is computed when it is read: every
+MXFP4 value is a BF16 value (OCP Microscaling Formats 1.0, sections 5.3.3 and 6.3), so nothing is lost. MXFP4 is read
+here and not written.
 """
 
 import re
@@ -27,7 +28,7 @@ Made = tuple[StoredTensor, Callable[[], Tensor]]
 
 
 class Separated(Shards):
-    """Shards of which some tensors are made of others."""
+    """Shards in which some tensors are computed from others."""
 
     def __init__(self, entries: dict[str, StoredTensor], made: Mapping[str, Callable[[], Tensor]]) -> None:
         super().__init__(entries)

@@ -1,12 +1,12 @@
-"""Other projects' FP8 checkpoints -> ours, as tables. Never guessed.
+"""Tables that translate other projects' FP8 checkpoints into our conventions. Nothing is guessed.
 
-Two questions. How are the inputs of the layers quantized (`Scheme`)? The answer is a QuantSpec; the tables from others'
-words for granularity to ours are here, and quantization_config.py writes by the same ones. What does each scale tensor
-mean (`SPELLINGS`)? In every format read here the stored number is the *dequantizing* multiplier, whatever its name:
-`weight_scale_inv` of DeepSeek is no exception. Ours in memory are `weight_scale_inv` (dequantizes) and `input_scale`
-(quantizes), so input and KV scales are inverted at this border; 1 / (1 / s) is not always s, so where it is not our
-files note s in their header (`dequantizing_scale`). FP32, BF16, FP16 and E8M0 are accepted, FP32 is kept; the ranks
-that projects use for one thing ([], [1], [out], [out, 1], [out/128, 1, in/128, 1]) are brought to ours.
+They answer two questions. How are the inputs of the layers quantized (`Scheme`)? The answer is a QuantSpec; the tables
+from other projects' granularities to ours are here, and quantization_config.py writes with the same tables. What does
+each scale tensor mean (`SPELLINGS`)? In every format read here the stored number is the *dequantizing* multiplier,
+whatever its name: `weight_scale_inv` of DeepSeek is no exception. In memory ours are `weight_scale_inv` (dequantizes)
+and `input_scale` (quantizes), so input and KV scales are inverted here. 1 / (1 / s) is not always s; where it is not,
+our files hold s in their header (`dequantizing_scale`). FP32, BF16, FP16 and E8M0 are accepted, FP32 is kept. Shapes
+that mean the same ([], [1], [out], [out, 1], [out/128, 1, in/128, 1]) are converted to ours.
 
 | project                  | weight             | input            | KV cache                                  |
 |--------------------------|--------------------|------------------|-------------------------------------------|
@@ -66,7 +66,7 @@ MODELOPT: dict[str, tuple[QuantSpec, Granularity]] = {
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 Role = Literal["weight", "input", "k", "v", "kv"]
 
-# (what follows the owner's name, whose scale it is). The owner is the linear, or `model.layers.N.self_attn` for KV.
+# (suffix after the owner's name, role of the scale). The owner is the linear, or `model.layers.N.self_attn` for KV.
 SPELLINGS: tuple[tuple[str, Role], ...] = (
     (".k_proj.k_scale", "k"),
     (".v_proj.v_scale", "v"),
@@ -87,7 +87,7 @@ SPELLINGS: tuple[tuple[str, Role], ...] = (
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the inputs of the linears it applies to are quantized; `producer` names the format in messages."""
+    """How the inputs of the linears in a group are quantized; `producer` names the format in messages."""
 
     producer: str
     input_spec: QuantSpec
@@ -95,7 +95,7 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Quantization:
-    """What a directory's configuration says: one scheme per group of layers, and what is left out."""
+    """A directory's quantization configuration: one scheme per group of layers, and the layers that are left out."""
 
     groups: tuple[tuple[tuple[str, ...], Scheme], ...]  # (targets, scheme)
     ignore: tuple[str, ...]
@@ -118,7 +118,8 @@ class ScaleKey:
 
 
 def classify(key: str) -> ScaleKey | None:
-    """What the tensor `key` scales; None for a tensor that is no scale. ModelError for a scale of unknown meaning."""
+    """What the tensor `key` scales; None for a tensor that is not a scale. ModelError for a scale of unknown
+    meaning."""
     for suffix, role in SPELLINGS:
         if key.endswith(suffix):
             owner = key.removesuffix(suffix)
@@ -246,7 +247,7 @@ def _mx(config: Fields) -> Quantization:
 
 
 def _modelopt(config: Fields) -> Quantization:
-    """ModelOpt's own tools write some algorithms in lower case; null is a model of which only the cache is FP8."""
+    """ModelOpt's own tools write some algorithms in lower case; null means that only the cache is FP8."""
     cache, algo = config.text("kv_cache_quant_algo"), config.text("quant_algo")
     if cache is not None and cache.upper() != "FP8":
         raise _unsupported("modelopt", "kv_cache_quant_algo", cache)
@@ -301,16 +302,16 @@ def spellings_of(spec: QuantSpec, shape: tuple[int, ...]) -> set[tuple[int, ...]
 def dequantizing_scale(scale: Tensor) -> tuple[Tensor, str | None]:
     """(what is stored of a scale FP32 [] that quantizes, a note that restores the scale exactly where that does not).
 
-    One scale in six is the reciprocal of no FP32 number: between sqrt(2) and 2, times a power of two, reciprocals lie
-    further apart than FP32 numbers do. Elsewhere the nearest number to 1 / scale restores it.
+    One scale in six is not the reciprocal of any FP32 number: between sqrt(2) and 2, times a power of two, reciprocals
+    are further apart than FP32 numbers. Elsewhere the nearest number to 1 / scale restores it.
     """
     stored = scale.reciprocal()
     return stored, None if torch.equal(stored.reciprocal(), scale) else float(scale).hex()
 
 
 def quantizing_scale(name: str, stored: Tensor, note: str | None = None) -> Tensor:
-    """FP32 [] multiplier that quantizes, from the stored one that dequantizes and its note, which is believed if that
-    scale is stored as this number.
+    """FP32 [] multiplier that quantizes, from the stored one that dequantizes and its note. The note is used only if
+    its scale would be stored as this number.
 
     ModelError: not one number, or so small or large that one of the two multipliers is not a normal number.
     """

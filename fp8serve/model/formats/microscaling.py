@@ -5,9 +5,9 @@
 | MXFP8  | `weight`, E4M3                                          | E8M0, or its bits as uint8          |
 | MXFP4  | `weight_packed`, uint8 [N, K / 2], the lower half first | under one of the names in `_SCALES` |
 
-No GEMM here takes scales of 32, so such a layer runs in BF16 unless it is quantized anew: calibrate, or serve with a
-recipe that needs no calibration. E8M0 is a power of two, 2^(bits - 127), and NaN where all bits are set (OCP
-Microscaling Formats 1.0). What bits mean is decided by types and shapes, never by names alone.
+No GEMM here takes a scale for 32 values, so such a layer runs in BF16 unless it is quantized again: calibrate, or serve
+with a recipe that needs no calibration. E8M0 is a power of two, 2^(bits - 127), and NaN where all bits are set (OCP
+Microscaling Formats 1.0). Types and shapes decide what the bits mean, never names alone.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -26,7 +26,7 @@ _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 
 
 class Widened(Shards):
-    """Shards of which the tensors in `made` are computed when they are asked for."""
+    """Shards in which the tensors in `made` are computed when they are read."""
 
     def __init__(
         self, stored: Shards, entries: dict[str, StoredTensor], made: Mapping[str, Callable[[], Tensor]]
@@ -52,14 +52,14 @@ def widened(shards: Shards) -> Shards:
 
 
 def pairs(entries: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """The key of every MX weight's scales, by that of the weight."""
+    """The key of every MX weight's scales, by the key of the weight."""
     keys = [key for key in entries if key.endswith((".weight", ".weight_packed"))]
     found = {key: _scale_of(key, entries) for key in keys}
     return {key: scale for key, scale in found.items() if scale is not None}
 
 
 def widened_note(shards: Shards) -> tuple[str, ...]:
-    """A sentence for the owner of a model with MX weights; none where there are none."""
+    """A sentence for the owner of a model with MX weights; empty where there are none."""
     if not isinstance(shards, Widened):
         return ()
     return (

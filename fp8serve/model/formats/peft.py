@@ -1,8 +1,8 @@
 """adapter_config.json and the names of tensors in adapter_model.safetensors, as peft spells them.
 
-Which layers have an adapter, and of which rank, is told by the tensors; the file says by what they are multiplied. What
-would change the result and is not computed here is refused by name: biases, modules saved whole, other methods, and
-starts that moved part of the base's weights into the adapter.
+The tensors tell which layers have an adapter and of which rank; the file gives the factor of their products. Features
+that would change the result and are not supported are refused by name: biases, modules saved whole, other methods, and
+initializations that moved part of the base's weights into the adapter.
 """
 
 import math
@@ -22,7 +22,7 @@ MAX_RANK = 4096
 _PREFIX = "base_model.model."
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.weight)?")
 _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
-# Fields that may be there as long as they say nothing: the values that do.
+# Fields that are accepted only with these values, which have no effect.
 _UNUSED: dict[str, tuple[Any, ...]] = {
     "bias": ("none",), "modules_to_save": (None, []), "lora_bias": (False, None), "fan_in_fan_out": (False, None),
     "layer_replication": (None, []), "target_parameters": (None, []), "trainable_token_indices": (None, [], {}),
@@ -47,19 +47,20 @@ class PeftConfig:
         return _by_name(self.ranks, linear, self.rank)  # type: ignore[no-any-return]
 
     def scaling(self, linear: str) -> float:
-        """What multiplies B A of this linear."""
+        """The factor of B A for this linear."""
         rank = self.rank_of(linear)
         alpha = float(_by_name(self.alphas, linear, self.alpha))
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
 
 def _by_name(values: Mapping[str, Any], linear: str, usual: Any) -> Any:
-    """The value under the name of the linear or the end of it, as peft looks it up: the first that fits."""
+    """The value under the linear's name or a suffix of it, as peft looks it up: the first match."""
     return next((v for name, v in values.items() if linear == name or linear.endswith(f".{name}")), usual)
 
 
 def read_config(directory: Path) -> PeftConfig:
-    """The adapter_config.json of `directory`. ModelError: there is none, or it asks for what is not computed here."""
+    """The adapter_config.json of `directory`. ModelError: there is none, or it needs a feature that is not
+    supported."""
     path = directory / CONFIG
     found = read_json(path)
     if found.get("peft_type") != "LORA":
@@ -102,7 +103,7 @@ def _switch(path: Path, name: str, found: Mapping[str, Any]) -> bool:
 
 
 def _patterns(path: Path, name: str, found: Mapping[str, Any]) -> Mapping[str, Any]:
-    """By the names of modules. Regular expressions are not run: a stranger's may take forever."""
+    """Values by the names of modules. Regular expressions are not run: a hostile one may take forever."""
     values = found.get(name) or {}
     if not isinstance(values, dict) or not all(_PLAIN.fullmatch(key) for key in values):
         raise ModelError(
@@ -134,7 +135,7 @@ def written_config(
 
 
 def _targets(adapted: Sequence[str], linears: Sequence[str]) -> list[str]:
-    """The last components of the names where these fit no other linear, else the names."""
+    """The last components of the names if these match no other linear, else the names."""
     last = {name.rpartition(".")[2] for name in adapted}
     fitting = {name for name in linears if name.rpartition(".")[2] in last}
     return sorted(last if fitting == set(adapted) else adapted)

@@ -1,9 +1,9 @@
-"""Pickles read as data: a machine for the opcodes that build values, in which nothing is ever imported or called.
+"""Reads pickles as data: an interpreter for the opcodes that build values, which never imports or calls anything.
 
 Python's own unpickler runs what a pickle tells it to; restricting the names it may import still lets the pickle call
 what was allowed, set attributes on it, and size the memo. Here a global is a record of its name (`Global`), and an
-object is a record of what would have been called with what (`Call`). Whoever reads the result decides what each record
-means. So `os.system` in a pickle is two strings, and it stays two strings.
+object is a record of the call that would have made it (`Call`). The reader of the result decides what each record
+means. So `os.system` in a pickle stays two strings.
 
 Memory is bounded by the length of the input: lengths that reach beyond it are refused, the memo is a dictionary, and
 nothing here recurses. Shared references are kept, so a small input can describe a huge tree: do not walk a result
@@ -32,7 +32,7 @@ class Global:
 
 @dataclass(eq=False)
 class Call:
-    """What the pickle wanted: `function(*args)`, an object, then given `state`."""
+    """The call that the pickle asks for: `function(*args)`, an object that is then given `state`."""
 
     function: Any
     args: tuple[Any, ...]
@@ -49,7 +49,7 @@ class Persistent:
 def read_pickle(data: bytes | io.BytesIO) -> Any:
     """The value that one pickle describes, made of None, bool, int, float, str, bytes, tuple, list, dict and records.
 
-    A stream is left where the pickle ends. ScalesError when it is damaged or needs what is not read here.
+    A stream is left where the pickle ends. ScalesError when it is damaged or uses what is not supported here.
     """
     machine = _Machine()
     try:

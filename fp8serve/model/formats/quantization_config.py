@@ -1,7 +1,7 @@
 """`quantization_config` and its companions as each format's own tools write them.
 
 Layouts are those of compressed-tensors (as llm-compressor writes it), of vLLM's `quant_method: fp8`, and of ModelOpt.
-Unknown keys are errors for compressed-tensors' reader, so nothing of ours is put there.
+compressed-tensors' reader refuses unknown keys, so we add none.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,10 @@ IGNORED = ["lm_head"]
 
 
 def quantization_files(format_: str, recipe: Recipe, kv_cache: bool, kept: Sequence[str] = ()) -> dict[str, Any]:
-    """{"quantization_config": for config.json, further file names: their JSON}. ModelError: it cannot say it.
+    """{"quantization_config": for config.json, further file names: their JSON}. ModelError: the format cannot express
+    it.
 
-    kept: linears in high precision, beside the output layer.
+    kept: linears in high precision, apart from the output layer.
     """
     ignored = [*IGNORED, *kept]
     if format_ not in FORMATS:
@@ -97,7 +98,7 @@ def _fp8(recipe: Recipe, ignored: list[str]) -> dict[str, Any]:
 
 
 def _modelopt_algo(inputs: QuantSpec, weight: QuantSpec) -> str | None:
-    """ModelOpt's name for linears that are quantized so; None: it has none."""
+    """ModelOpt's name for linears that are quantized like this; None: it has none."""
     asked = replace(inputs.at_rest(), scale_format="fp32"), weight.granularity
     return next((algo for algo, known in MODELOPT.items() if known == asked), None)
 

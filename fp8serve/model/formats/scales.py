@@ -5,9 +5,9 @@ calibration or training, `P.grad_output`; for an FP8 KV cache `model.layers.N.se
 is the quantizing multiplier: q = saturate(x * scale). Recipe, fingerprints and observation counts are metadata. No
 pickle: histories are tensors and the recipe is JSON.
 
-A scale that is wrong looks like a model that is stupid, so a file is refused rather than served when a scale is zero,
-negative, infinite, NaN or subnormal, when a tensor was never observed, when its history holds an amax that the scale
-cannot represent, when a key is unknown, and when the file belongs to another model or another version.
+A wrong scale only makes answers worse, which is easily overlooked. A file is therefore refused rather than served when
+a scale is zero, negative, infinite, NaN or subnormal, when a tensor was never observed, when its history holds an amax
+that the scale cannot represent, when a key is unknown, and when the file belongs to another model or another version.
 """
 
 import hashlib
@@ -184,7 +184,7 @@ def problem_of(key: str, problem: str) -> str:
 
 
 def problems(checkpoint: ScalingCheckpoint) -> Iterator[tuple[str, str]]:
-    """(tensor, what is wrong with it) of all that cannot be served."""
+    """(tensor, what is wrong with it) for all that cannot be served."""
     counts = checkpoint.observations.get("tensors", {})
     for key, entry in checkpoint.tensors.items():
         scale, history = float(entry.scale), entry.amax_history
@@ -199,8 +199,8 @@ def problems(checkpoint: ScalingCheckpoint) -> Iterator[tuple[str, str]]:
 
 
 def _reached(recipe: Recipe | None, key: str, entry: TensorScale) -> float:
-    """The amax that made the scale, as a part of what the scale represents: at most 1, less by a margin or by larger
-    amaxes that have left the history. 0 where a scale may be older than its history."""
+    """The amax that made the scale, as a fraction of the scale's range: at most 1, and less with a margin or where
+    larger amaxes have left the history. 0 where a scale may be older than its history."""
     rules = delayed(recipe)
     if rules is None or rules.interval != 1 or entry.amax_history is None:
         return 0.0
@@ -213,7 +213,7 @@ def _reached(recipe: Recipe | None, key: str, entry: TensorScale) -> float:
 
 
 def check_covers(checkpoint: ScalingCheckpoint, linears: Iterable[str], where: str) -> None:
-    """ScalesError unless the input of each of `linears` has a scale, and no entry is of a linear that is not there."""
+    """ScalesError unless the input of each of `linears` has a scale, and every entry belongs to an existing linear."""
     linears = set(linears)
     for linear in sorted(linears):
         if f"{linear}.input" not in checkpoint.tensors:
@@ -245,10 +245,10 @@ def fingerprint(model_dir: Path | str) -> str:
 
 
 def _maths(model_dir: Path) -> dict[str, Any]:
-    """The configuration without what does not change a forward pass, so that a new eos token is not another model.
+    """The configuration without keys that do not change a forward pass, so that a new eos token is not another model.
 
-    These are the words that fingerprints in files were made of. A field that came later counts only where it is not
-    what all models were before there was a choice.
+    Fingerprints in existing files were made from these names. A field that was added later counts only where its value
+    differs from what all models had before.
     """
     raw = read_optional_json(model_dir / "config.json")
     if is_encoder(raw):

@@ -1,8 +1,8 @@
 """Which layers a quantization configuration's target names: compressed-tensors' rules and ModelOpt's wildcards.
 
 A target is a class ("Linear"), a module's name or its last part, a wildcard, or `re:` and a regular expression that
-matches from the beginning of the name. Expressions come from strangers, and Python's `re` can take longer than anyone
-waits for one. Here they run in pydantic's engine, whose time is linear in the name; it has no look-around and no
+matches from the beginning of the name. Expressions come from strangers, and some take Python's `re` practically
+forever. Here they run in pydantic's engine, whose time is linear in the name; it has no look-around and no
 back-references, and a checkpoint that uses them is refused.
 """
 
@@ -18,7 +18,8 @@ MAX_TARGETS, MAX_EXPRESSIONS, MAX_EXPRESSION_CHARS = 10_000, 100, 1_000  # a hun
 
 
 def checked(targets: tuple[str, ...], where: str) -> tuple[str, ...]:
-    """`targets`, having read every regular expression in them. ModelError: one cannot be read, or they are too many."""
+    """`targets`, after parsing every regular expression in them. ModelError: one cannot be parsed, or there are too
+    many."""
     expressions = [t.removeprefix(_PREFIX) for t in targets if t.startswith(_PREFIX)]
     if len(targets) > MAX_TARGETS or len(expressions) > MAX_EXPRESSIONS:
         raise ModelError(
@@ -31,7 +32,7 @@ def checked(targets: tuple[str, ...], where: str) -> tuple[str, ...]:
 
 
 def matches(target: str, linear: str) -> bool:
-    """Whether `target` names the layer `linear`. ModelError: it is no regular expression that can be read."""
+    """Whether `target` names the layer `linear`. ModelError: it is not a regular expression that can be read."""
     if target.startswith(_PREFIX):
         return _expression(target.removeprefix(_PREFIX))(linear)
     return target in ("Linear", linear) or linear.endswith(f".{target}") or fnmatch.fnmatchcase(linear, target)

@@ -5,9 +5,9 @@
                      description and the list of keys, then for each key a count (int64) and the elements
     torch.save       a zip file of stored (uncompressed) members: NAME/data.pkl, NAME/data/KEY
 
-The pickles are read as data (`pickle_data`), and the elements are copied out of the bytes after every size was
-compared with what is there. So nothing is allocated that the file does not hold, and nothing is called. Only FP32 is
-read: that is what scaling states are made of.
+The pickles are read as data (`pickle_data`), and the elements are copied out of the bytes after every size was compared
+with the bytes that are there. So no more is allocated than the file holds, and nothing is called. Only FP32 is read,
+because scaling states are FP32.
 """
 
 import io
@@ -28,7 +28,7 @@ _FROM_BYTES = Global("torch.storage", "_load_from_bytes")
 _FLOAT = Global("torch", "FloatStorage")
 _ZIP = b"PK\x03\x04"
 _MAX_MEMBERS = 64
-# what `zipfile` raises for a directory that points nowhere, names that are no text, encryption, an early end
+# what `zipfile` raises for a directory that points nowhere, names that are not text, encryption, an early end
 _DAMAGED = (zipfile.BadZipFile, ValueError, OverflowError, LookupError, struct.error, RuntimeError, EOFError, OSError)
 
 Storages = Mapping[str, bytes]
@@ -77,7 +77,7 @@ def tensor(value: Any, storages: Storages, what: str) -> Tensor:
 
 
 def kind(value: Any) -> str:
-    """For sentences: what a record stands for, never its contents, which may be endless."""
+    """For messages: the kind of a record, never its contents, which may be endless."""
     if isinstance(value, Call):
         return f"a call of {_name(value.function)}"
     return _name(value)

@@ -1,12 +1,13 @@
 """Checkpoints of torchao 0.14 and later: `quant_method: torchao`, tensor subclasses flattened into safetensors.
 
-    P._weight_qdata  E4M3 [N, K]                the FP8 numbers of P.weight
+    P._weight_qdata  E4M3 [N, K]                the FP8 values of P.weight
     P._weight_scale  FP32 [N, 1], [1, 1] or [N / 128, K / 128], dequantizes
 
-and alike for a stack of experts, `mlp.experts._gate_up_proj_qdata` [E, N, K]. Here they get the names that others have,
-`P.weight` and `P.weight_scale`. What quantizes the inputs is `quant_type` in config.json: the class of a configuration
-of torchao and its fields, as JSON. torchao has dynamic inputs only; a scale per tensor is read as one per token, so
-that an answer does not depend on its neighbours. Bounds on the inputs and other layers' own configurations are refused.
+and alike for a stack of experts, `mlp.experts._gate_up_proj_qdata` [E, N, K]. They are renamed as in other projects:
+`P.weight` and `P.weight_scale`. `quant_type` in config.json says how inputs are quantized: a configuration class of
+torchao and its fields, as JSON. torchao has only dynamic inputs; a scale per tensor is read as one per token, so that
+an answer does not depend on its neighbours. Bounds on the inputs and separate configurations for single layers are
+refused.
 """
 
 import re
@@ -26,7 +27,7 @@ _BLOCKS = ([1, 128], [128, 128])
 
 
 def plain_name(key: str, keys: Iterable[str]) -> str:
-    """`key` as other projects call it; the FP8 numbers of a tensor and their scale come together."""
+    """`key` under the name of other projects; a tensor's FP8 values and its scale come together."""
     match = _FLAT.fullmatch(key)
     if match is None or not {f"{match[1]}._{match[2]}_{part}" for part in ("qdata", "scale")} <= set(keys):
         return key
@@ -34,7 +35,7 @@ def plain_name(key: str, keys: Iterable[str]) -> str:
 
 
 def plain_names(shards: Shards) -> Shards:
-    """The same tensors by the names that other projects give them. ModelError: two get the same name."""
+    """The same tensors under the names of other projects. ModelError: two get the same name."""
     keys = frozenset(key for key in shards if _FLAT.fullmatch(key))
     return shards.renamed({key: plain_name(key, keys) for key in shards}) if keys else shards
 
@@ -55,7 +56,7 @@ def input_spec(quant_type: Any, refuse: Callable[[str, Any], ModelError]) -> Qua
 
 
 def _dynamic(granularity: Any, refuse: Callable[[str, Any], ModelError]) -> QuantSpec:
-    """[of the input, of the weight]; the weight's is seen in its scales."""
+    """[of the input, of the weight]; the weight's follows from its scales."""
     both = granularity if isinstance(granularity, list) and len(granularity) == 2 else [granularity] * 2
     kinds = [one.get("_type") if isinstance(one, Mapping) else one for one in both]
     if kinds == [None, None]:  # torchao's default

@@ -10,12 +10,14 @@ the pickle (1.x also: the torch.save file) of
     amax_history_bwd       FP32 [N, 2 g]
     extra_fp8_variables    {"num_gemms": g, "fp8_max_fwd": 448.0, ...}
 
-Both directions of `scale` agree: it multiplies to quantize. Reading a pickle runs what is in it, and Transformer Engine
-itself refuses to by now. Here it is read as data (`pickle_data`, `torch_pickle`): nothing is imported, nothing called.
+`scale` means the same in both projects: it multiplies to quantize. Loading a pickle runs the code in it, and
+Transformer Engine itself now refuses to. Here it is read as data (`pickle_data`, `torch_pickle`): nothing is imported
+or called.
 
-Names. A model whose nn.Linear were replaced keeps its Hugging Face names. The fused modules of TransformerLayer and of
-Megatron are mapped to the linears they stand for; the parts of a fused projection share its scales, for they shared one
-tensor. `names` says it for any other model. Output and input-gradient slots are not used by either of us.
+Names: a model whose nn.Linear modules were replaced keeps its Hugging Face names. The fused modules of TransformerLayer
+and of Megatron are mapped to the linears that they combine; the parts of a fused projection share its scales, because
+they were one tensor. `names` gives the mapping for any other model. Neither project uses the slots of outputs and input
+gradients.
 
 Refused rather than guessed: more than two GEMMs (grouped linears, whose slot order changed between versions), states of
 FP8 attention, recipes with functions, and anything that is not FP32, not of the right shape, or not finite.
@@ -112,7 +114,7 @@ def _recipe(value: Any) -> DelayedScaling | None:
 
 
 def _field(name: str, value: Any) -> Any:
-    """A parameter's value. Only small plain values pass, for a sentence about a wrong one will contain it."""
+    """A parameter's value. Only small plain values pass, because an error message about a wrong value contains it."""
     if name == "fp8_format":
         return _format(value)
     if name == "override_linear_precision" and isinstance(value, Call):
@@ -202,7 +204,7 @@ _FUSED: list[tuple[re.Pattern[str], tuple[tuple[str, ...], ...]]] = [
 def linears_of(module: str) -> Sequence[Sequence[str]]:
     """For each GEMM of a Transformer Engine module, our linears: "layers.0.mlp.linear_fc2" -> ((...down_proj,),).
 
-    ScalesError for a name of no kind that is known.
+    ScalesError for an unknown kind of name.
     """
     if found := _HF.fullmatch(module):
         return ((found[1],),)
@@ -298,7 +300,7 @@ def export_module(checkpoint: ScalingCheckpoint, linears: Sequence[str]) -> Tens
 
 
 def _columns(states: list[dict[str, TensorScale | None]], part: str, slots: int) -> tuple[Tensor, Tensor]:
-    """(scale [slots * g], amax_history [N, slots * g]); slots that nothing fills have scale 1 and zeros."""
+    """(scale [slots * g], amax_history [N, slots * g]); unused slots have scale 1 and zeros."""
     lengths = {len(e.amax_history) for roles in states for e in roles.values() if e and e.amax_history is not None}
     if len(lengths) > 1:
         raise ScalesError(f"A module's histories have one length, these have {sorted(lengths)}; export them apart.")

@@ -1,12 +1,12 @@
-"""Experts that lie stacked in a file, [E, N, K], seen one by one, as most files have them and as all of ours do.
+"""Splits experts that are stacked in a file, [E, N, K], into single ones, as most files and all of ours have them.
 
     P.experts.gate_up_proj [E, 2 I, H]   ->  P.experts.0.gate_proj.weight [I, H], P.experts.0.up_proj.weight, ...
     P.experts.down_proj    [E, H, I]     ->  P.experts.0.down_proj.weight [H, I], ...
 
 and the scales of FP8 weights with them (`gate_up_proj_scale_inv`), and of static inputs, one for each expert
 (`gate_up_proj_activation_scale` [E]), which gate and up both read. An expert is a part of the stack's bytes, so nothing
-is copied. transformers 5 saves this layout on demand, under the names that its modules have: `mlp`, also for Mixtral,
-whose files say `block_sparse_moe`. llm-compressor writes every family's experts one by one as gate_proj, up_proj and
+is copied. transformers 5 saves this layout on demand, under the names of its modules: `mlp`, also for Mixtral, whose
+files have `block_sparse_moe`. llm-compressor writes every family's experts one by one as gate_proj, up_proj and
 down_proj; Mixtral's own files call them w1, w3 and w2.
 """
 
@@ -35,7 +35,7 @@ def unstacked(shards: Shards, config: ModelConfig) -> Shards:
         return separated(shards, experts)
     if experts is None:
         return shards
-    # [E, 2, 1] is a scale for gate and one for up, but for models so small that it may be two blocks
+    # [E, 2, 1] is a scale for gate and one for up, except in models so small that it may be two blocks
     halved = config.hidden_size > BLOCK_ROWS or any(_INPUTS.fullmatch(name) for name in shards.entries)
     found: dict[str, StoredTensor] = {}
     for stored, entry in shards.entries.items():
@@ -54,7 +54,7 @@ def _renamed(name: str, experts: Experts) -> str:
 
 
 def _parts(name: str, entry: StoredTensor, experts: Experts, halved: bool) -> Iterator[tuple[str, StoredTensor]]:
-    """What `entry` holds: every expert's part of a stack, or itself."""
+    """The contents of `entry`: every expert's part of a stack, or itself."""
     if (inputs := _INPUTS.fullmatch(name)) is not None and entry.shape == (experts.count,):
         yield from _of_inputs(inputs, entry, experts)
         return
@@ -65,7 +65,7 @@ def _parts(name: str, entry: StoredTensor, experts: Experts, halved: bool) -> It
     owner, projection, scale = match.groups()
     leaves = _leaves(projection, experts)
     _, rows, columns = entry.shape
-    own = 1 if rows == 1 else rows // len(leaves)  # a scale for both halves is each one's
+    own = 1 if rows == 1 else rows // len(leaves)  # a scale for both halves is the scale of each
     of_halves = halved and (rows, columns) == (len(leaves), 1)
     if scale and rows > 1 and not of_halves and rows != len(leaves) * experts.size:
         _check_blocks(entry, name, experts)

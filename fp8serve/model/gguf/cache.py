@@ -7,13 +7,14 @@ from pathlib import Path
 from fp8serve.errors import ModelError
 from fp8serve.model.gguf.conversion import convert
 
-_WRITER = "gguf-1"  # counts up when a conversion of the same file would come out different
+_WRITER = "gguf-1"  # raise this when the conversion of the same file changes
 
 
 def cached(path: Path, say: Callable[[str], None], sha256: str | None = None) -> Path:
-    """The directory of the model in `path`, which is converted when it never was; `say` is told so.
+    """The directory of the model in `path`, which is converted if it has not been before; `say` gets a message about
+    that.
 
-    sha256: what the file's hash must be. ModelError: it is another, or the file cannot be converted.
+    sha256: the hash that the file must have. ModelError: it has another, or cannot be converted.
     """
     from huggingface_hub import constants
 
@@ -26,7 +27,7 @@ def cached(path: Path, say: Callable[[str], None], sha256: str | None = None) ->
 
 
 def check_hash(path: Path, sha256: str) -> str:
-    """The hash of the file's content. ModelError: it is not this one."""
+    """The hash of the file's content. ModelError: it differs from the expected one."""
     found = file_hash(path)
     if found != sha256:
         raise ModelError(f"{path} has the SHA-256 {found}, not {sha256}; install the package that it came in again.")
@@ -43,5 +44,5 @@ def _convert_or_find(path: Path, out: Path) -> None:
     try:
         convert(path, out)
     except ModelError:
-        if not (out / "config.json").exists():  # it does where another process converted the same file meanwhile
+        if not (out / "config.json").exists():  # it exists if another process has converted the same file meanwhile
             raise

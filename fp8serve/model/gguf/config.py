@@ -1,8 +1,8 @@
 """The hyper-parameters of a GGUF file, written as config.json writes them.
 
 As with config.json, a key that we do not know is an error: a model that runs with one term of its maths missing looks
-healthy and answers wrongly. Llama 3's stretched frequencies come as a tensor of factors (`rope_freqs.weight`) whose
-parameters the file does not keep: they are found again, and held to every factor.
+healthy and answers wrongly. Llama 3's stretched frequencies come as a tensor of factors (`rope_freqs.weight`), and the
+file does not have their parameters: these are recovered and checked against every factor.
 """
 
 import math
@@ -42,7 +42,7 @@ _NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True,
 
 
 def hf_config(file: GgufFile) -> dict[str, Any]:
-    """What config.json of the same model holds, checked to be a model that is served.
+    """The config.json of the same model, checked to be that of a served architecture.
 
     ModelError: an architecture that is not served, an unknown key, or a value that we do not compute with.
     """
@@ -76,7 +76,7 @@ def _refuse_unknown(file: GgufFile, arch: str, layout: Layout) -> None:
 
 
 def _sizes(file: GgufFile, arch: str) -> dict[str, Any]:
-    """A key that is left out means one thing in GGUF and another in config.json: these are always written."""
+    """Keys whose absence means one thing in GGUF and another in config.json, so they are always written."""
     sizes = {ours: decimal(file.value(f"{arch}.{theirs}")) for theirs, ours in SIZES.items()}
     hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     if sizes["head_dim"] is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
@@ -87,7 +87,7 @@ def _sizes(file: GgufFile, arch: str) -> dict[str, Any]:
 
 
 def _named(file: GgufFile, arch: str, layout: Layout) -> dict[str, Any]:
-    """What this architecture has keys for. ModelError: one that it must have is not there."""
+    """The values of this architecture's keys. ModelError: a required key is missing."""
     theirs, ours = layout.eps
     wanted = {**layout.keys, theirs: ours}
     for key in wanted:
@@ -103,7 +103,7 @@ def _tokens(file: GgufFile) -> dict[str, Any]:
 
 
 def _switches(file: GgufFile, layout: Layout) -> dict[str, Any]:
-    """What the file says by which tensors it has."""
+    """Facts that follow from which tensors the file has."""
     switches: dict[str, Any] = {"tie_word_embeddings": "output.weight" not in file.tensors}
     for name, tensor in layout.switches.items():
         switches[name] = f"blk.0.{tensor}" in file.tensors
@@ -121,7 +121,7 @@ def _scaling(file: GgufFile, arch: str, layout: Layout) -> dict[str, Any] | None
 
 
 def _yarn(file: GgufFile, arch: str, factor: Any) -> dict[str, Any]:
-    """The factor of attention has had two meanings in GGUF; it is read where it says what YaRN computes anyway."""
+    """The attention factor has had two meanings in GGUF; it is accepted where it equals what YaRN computes anyway."""
     given = {name: file.get(f"{arch}.rope.scaling.{name}", float) for name in
              ("yarn_beta_fast", "yarn_beta_slow", "yarn_attn_factor")}  # fmt: skip
     attention = given.pop("yarn_attn_factor")
@@ -143,12 +143,12 @@ def _check_heads(file: GgufFile, arch: str, head_dim: int, turned: int) -> None:
 
 
 def _rope(config: dict[str, Any]) -> Rope:
-    """That of the layers that have any: where factors lie in a tensor, all of these have the same."""
+    """The rotary position of the layers that have one; where the factors are in a tensor, it is the same for all."""
     return next(rope for rope in parse_config(config).layer_ropes if rope is not None)
 
 
 def _llama3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    """The parameters that make the factors in the file, by which frequencies are divided."""
+    """The parameters that give the factors in the file, by which frequencies are divided."""
     factors = dequantized(file.tensors[ROPE_FACTORS], torch.float32)
     plain = inverse_frequencies(config["head_dim"], _rope(config))
     for candidate in _llama3_candidates(float(factors.max())):
@@ -159,7 +159,7 @@ def _llama3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _llama3_candidates(factor: float) -> Iterator[dict[str, Any]]:
-    """Llama 3 itself was trained with 8,192 tokens; whoever trained anew took another power of two."""
+    """Llama 3 itself was trained with 8,192 tokens; models trained from scratch use another power of two."""
     for exponent in (13, *range(5, 18)):
         yield {
             "rope_type": "llama3",

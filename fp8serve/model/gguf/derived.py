@@ -1,6 +1,6 @@
 """Hyper-parameters that a GGUF file does not name as config.json does: each function gives keys of config.json.
 
-They get the file and what was read of it already, and know what llama.cpp computes where the file says nothing.
+They get the file and the keys read so far, and know what llama.cpp computes where the file has no key.
 """
 
 import math
@@ -14,7 +14,7 @@ from fp8serve.model.gguf.reader import GgufFile
 
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 Config = dict[str, Any]
-# By the number of layers, the models of Gemma 2 and 3 whose softmax is scaled by the width and not by the head: 27B.
+# The models of Gemma 2 and 3 whose softmax is scaled by the width and not by the head, by their layers: 27B.
 _SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
 _SOFTMAX, _SIGMOID = 1, 2  # `expert_gating_func`
 DEEPSEEK_KEYS = frozenset({
@@ -24,7 +24,7 @@ DEEPSEEK_KEYS = frozenset({
 
 
 def layer_types(file: GgufFile, config: Config) -> Config:
-    """Of OLMo 3, whose every fourth layer sees the whole context where the file has no pattern."""
+    """The windows of OLMo 3: every fourth layer sees the whole context unless the file has a pattern."""
     layers = config["num_hidden_layers"]
     pattern = file.value("olmo2.attention.sliding_window_pattern")
     if pattern is None and isinstance(layers, int):
@@ -42,7 +42,7 @@ def gemma_softmax(file: GgufFile, config: Config) -> Config:
 
 
 def partial_rotary(file: GgufFile, config: Config) -> Config:
-    """The part of a head that is turned."""
+    """The fraction of a head that is rotated."""
     arch = file.require("general.architecture", str)
     turned, head = file.get(f"{arch}.rope.dimension_count", int), config["head_dim"]
     if turned is None or not isinstance(head, int) or not 0 < turned <= head:
@@ -51,7 +51,7 @@ def partial_rotary(file: GgufFile, config: Config) -> Config:
 
 
 def phi3(file: GgufFile, config: Config) -> Config:
-    """A window of 0 is none; factors for short and long sequences are LongRoPE's."""
+    """A window of 0 means no window; factors for short and long sequences are LongRoPE's."""
     window = file.require("phi3.attention.sliding_window", int)
     found = partial_rotary(file, config) | {"sliding_window": window or None}
     if LONG not in file.tensors and SHORT not in file.tensors:
@@ -75,7 +75,7 @@ def _factors(file: GgufFile, name: str) -> list[float]:
 
 
 def _attention_factor(file: GgufFile, config: Config, original: int) -> Config:
-    """Where it is another than the lengths make."""
+    """The factor, where it differs from the one that follows from the lengths."""
     given, longest = file.get("phi3.rope.scaling.attn_factor", float), config["max_position_embeddings"]
     if given is None or not isinstance(longest, int) or original < 2:
         return {}
@@ -84,14 +84,14 @@ def _attention_factor(file: GgufFile, config: Config, original: int) -> Config:
 
 
 def gpt_oss(file: GgufFile, config: Config) -> Config:
-    """Experts have the one size, and a ramp of frequencies that is not rounded to whole pairs."""
+    """All experts have one size; the ramp of frequencies is not rounded to whole pairs."""
     scaling = config.get("rope_scaling")
     size = file.require("gpt-oss.expert_feed_forward_length", int)
     return {"intermediate_size": size} | ({"rope_scaling": scaling | {"truncate": False}} if scaling else {})
 
 
 def deepseek(file: GgufFile, config: Config) -> Config:
-    """V3's routers have a sigmoid; sizes of a head are found in the tensors where the file has not both."""
+    """V3's routers use a sigmoid; the sizes of a head come from the tensors where the file lacks one of the two."""
     key, value = (file.get(f"deepseek2.attention.{what}_length_mla", int) for what in ("key", "value"))
     if key is None or value is None:  # written before keys and values were stored apart
         key, value = (file.require(f"deepseek2.attention.{what}_length", int) for what in ("key", "value"))
@@ -122,7 +122,7 @@ def _softmax(file: GgufFile, config: Config) -> Config:
 
 
 def _sigmoid(file: GgufFile, config: Config) -> Config:
-    """Files of DeepSeek V3 that are older than the keys of its groups have 256 experts in 8, of which 4 are kept."""
+    """Files of DeepSeek V3 from before the keys of groups have 256 experts in 8 groups, of which 4 are kept."""
     groups, kept = _groups(file)
     usual = (8, 4) if config["n_routed_experts"] == 256 else (1, 1)
     return {"model_type": "deepseek_v3", "n_group": groups or usual[0], "topk_group": kept or usual[1]}
@@ -134,7 +134,7 @@ def _groups(file: GgufFile) -> tuple[int | None, int | None]:
 
 
 def _stretched(file: GgufFile, config: Config) -> Config:
-    """YaRN multiplies what a head says; the file has a tenth of the weight of that factor."""
+    """YaRN multiplies the output of a head; the file has a tenth of that factor's weight."""
     scaling, tenth = config.get("rope_scaling"), file.get("deepseek2.rope.scaling.yarn_log_multiplier", float)
     if not scaling or tenth is None:
         return {}

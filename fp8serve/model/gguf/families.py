@@ -1,8 +1,8 @@
 """The table of GGUF architectures: what llama.cpp's converter does to each family's names, rows and numbers.
 
-A row says which `model_type` a file of this architecture becomes, which keys and tensors it has beyond those that all
-have, and what llama.cpp computes without a key for it (`fixed`), such as the pattern of windows. What takes more than a
-name is in `derived`. An architecture without a row is refused.
+A row says which `model_type` a file of this architecture becomes, which keys and tensors it has in addition to the
+common ones, and what llama.cpp computes without a key for it (`fixed`), such as the pattern of windows. `derived` has
+everything that is more than a renaming. An architecture without a row is refused.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,12 +20,12 @@ RMS_EPS, LAYER_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_e
 class Layout:
     """How a file of one architecture differs from others.
 
-    pairs: rows of q and k lie as neighbouring pairs where Hugging Face has two halves. names: parts of a layer that are
-    called otherwise than in `tensors.LAYER`, `PART` or `PART.KIND`; {} stands for the number of an expert of a stack.
-    keys: of the file, which it must have, and their names in config.json. optional: likewise, where it need not. fixed:
-    of config.json. switches: keys of config.json that are true where layer 0 has this tensor. known: keys that `derive`
-    reads, or that repeat another. eps: the norms' key, and its name in config.json. one_added: norms hold 1 + weight.
-    tensors: those that `derive` reads.
+    pairs: rows of q and k are neighbouring pairs where Hugging Face has two halves. names: parts of a layer with names
+    other than in `tensors.LAYER`, `PART` or `PART.KIND`; {} stands for the number of an expert of a stack. keys:
+    required keys of the file, and their names in config.json. optional: likewise, but not required. fixed: keys and
+    values of config.json. switches: keys of config.json that are true where layer 0 has this tensor. known: keys that
+    `derive` reads, or that repeat another. eps: the norms' key, and its name in config.json. one_added: norms hold 1 +
+    weight. tensors: those that `derive` reads.
     """
 
     model_type: str
@@ -43,7 +43,7 @@ class Layout:
 
 
 def _stacks(owner: str, gate: str, up: str, down: str) -> dict[str, str]:
-    """Names of experts that lie in three stacks."""
+    """Names of experts that are stored in three stacks."""
     parts = {"gate": gate, "up": up, "down": down}
     return {f"ffn_{part}_exps": f"{owner}.experts.{{}}.{name}" for part, name in parts.items()}
 

@@ -1,4 +1,4 @@
-"""The numbers in a GGUF file: single ones as they were before they became FP32, and tensors dequantized."""
+"""The numbers in a GGUF file: single ones as they were before their rounding to FP32, and tensors dequantized."""
 
 from typing import Any
 
@@ -6,18 +6,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_ELEMENTS_AT_ONCE = 2**20  # FP32 exists of so much of a tensor only
+_ELEMENTS_AT_ONCE = 2**20  # only so much of a tensor exists in FP32 at a time
 
 
 def decimal(value: Any) -> Any:
-    """An FP32 as the number that was written: 1e-5 and not 9.99999974e-06."""
+    """An FP32 as the decimal number that was meant: 1e-5 and not 9.99999974e-06."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def dequantized(tensor: Any, dtype: torch.dtype = torch.bfloat16, expert: int | None = None) -> Tensor:
     """A `gguf.ReaderTensor` as `dtype`, in the shape that PyTorch gives it; FP32 of a few rows at a time.
 
-    expert: of a stack, the number of the one that is wanted.
+    expert: the number of an expert in a stack, to get it alone.
     """
     import gguf
 

@@ -1,8 +1,8 @@
-"""What `tokenizer.ggml.pre` names: how a text is cut into words before byte-level BPE joins bytes into tokens.
+"""The pre-tokenizers that `tokenizer.ggml.pre` names: how a text is split into words before byte-level BPE.
 
-The name stands for a family of tokenizers that cut alike. The patterns are those of the families' own tokenizer.json;
-of "default" it is llama.cpp's, which alone defines it. A name that is not here is refused: a text that is cut in
-another way makes other tokens, and a model answers them only a little worse.
+A name stands for a family of tokenizers that split alike. The patterns are those of the families' own tokenizer.json;
+that of "default" is llama.cpp's, which alone defines it. An unknown name is refused: another split gives other tokens,
+and the model's answers would be only a little worse, so nobody would notice.
 """
 
 from collections.abc import Sequence
@@ -37,8 +37,8 @@ _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 @dataclass(frozen=True)
 class Family:
-    """cuts: patterns applied one after the other; none: GPT-2's own cut. whole_words: a word that is a token is not
-    made by merges. nfc: the text is normalized. adds_bos: where the file does not say."""
+    """cuts: patterns applied one after the other; none: GPT-2's own split. whole_words: a word that is a token is not
+    built by merges. nfc: the text is normalized. adds_bos: the default if the file does not say."""
 
     cuts: Sequence[str] = ()
     single_digits: bool = False

@@ -1,8 +1,8 @@
 """A GGUF file opened by the `gguf` package, with the checks that the package leaves out.
 
-The package maps the file and reads the header in a loop that believes every count, so a truncated file or a hostile
-count would give empty arrays, or a loop without end. All its reads go through one method, which is overridden here:
-a read beyond the end, or more reads than any model's header needs, ends it.
+The package maps the file and reads the header in a loop that trusts every count, so a truncated file or a hostile count
+would give empty arrays or an endless loop. All its reads go through one method, which is overridden here: a read beyond
+the end, or more reads than any model's header needs, stops it.
 """
 
 import struct
@@ -23,7 +23,7 @@ Kind = TypeVar("Kind")
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether `path` is a file that says it is GGUF, by its first bytes or by its name."""
+    """Whether `path` is a GGUF file according to its first bytes or its name."""
     if not regular_file(path):
         return False
     with path.open("rb") as file:
@@ -33,7 +33,7 @@ def is_gguf(path: Path) -> bool:
 class GgufFile:
     """The header of one file: typed metadata, and tensors (`gguf.ReaderTensor`) by name, mapped and not yet read.
 
-    ModelError: no GGUF file, a damaged one, one of several parts, or the `gguf` package is not installed.
+    ModelError: not a GGUF file, a damaged one, one of several parts, or the `gguf` package is not installed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,7 +58,7 @@ class GgufFile:
         """A number, text, truth value or list of them; None when the file does not have the key."""
         try:
             return self._fields[key].contents() if key in self._fields else None
-        except ValueError as e:  # text that is no UTF-8
+        except ValueError as e:  # text that is not UTF-8
             raise ModelError(f"{self.path}: {key} cannot be read: {one_line(e)}.") from None
 
     def get(self, key: str, kind: type[Kind]) -> Kind | None:

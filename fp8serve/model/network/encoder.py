@@ -1,9 +1,9 @@
 """A bidirectional transformer with learned positions: BERT and its relatives.
 
-As in the decoder, sequences lie one behind the other without padding, [tokens, hidden], and names are those of Hugging
-Face files (`encoder.layer.0.attention.self.query.weight`). There is no cache. Every sequence attends for itself, and
-norms and activations are computed such that a row's bits do not depend on its place: what a text gets does not depend
-on its neighbours, if that is true of the linears.
+As in the decoder, sequences are concatenated without padding, [tokens, hidden], and names are those of Hugging Face
+files (`encoder.layer.0.attention.self.query.weight`). There is no cache. Every sequence attends only to itself, and
+norms and activations are computed so that a row's bits do not depend on its place. A text's vectors therefore do not
+depend on other texts, if the linears' rows do not.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from fp8serve.fp8 import ops as ops  # registers the op called below
 from fp8serve.model.config.encoder import EncoderActivation, EncoderConfig
+from fp8serve.model.network.fusing import Projections
 
 _look_up = torch.ops.fp8serve.look_up.default
 
 
 class Embeddings(nn.Module):
-    """The sum of what a token, its position and its segment stand for, normalised."""
+    """The sum of the embeddings of a token, its position and its segment, normalised."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -43,15 +44,16 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.query, self.key, self.value = (nn.Linear(config.hidden_size, config.hidden_size) for _ in range(3))
+        self.qkv = Projections(self, "query", "key", "value")
 
     def forward(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
-        q, k, v = (linear(x).view(len(x), -1, self.head_dim) for linear in (self.query, self.key, self.value))
+        q, k, v = (part.view(len(x), -1, self.head_dim) for part in self.qkv(x, None))
         parts = zip(*(torch.split(t, list(lengths)) for t in (q, k, v)), strict=True)
         return torch.cat([_attended(*part) for part in parts]).flatten(1)
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """One sequence [length, heads, head_dim]; alone, because a batch may be divided otherwise among threads."""
+    """One sequence [length, heads, head_dim]; alone, because a batch may be divided differently among threads."""
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v).squeeze(0).transpose(0, 1)
 
@@ -103,7 +105,8 @@ class Encoder(nn.Module):
         self.encoder = nn.ModuleDict({"layer": nn.ModuleList(layers)})
 
     def _add_head(self, labels: int) -> None:
-        """Under the names of the files: BERT's reads its own pooler, the others' holds the same layer."""
+        """The head, under the names of the files: BERT's reads the model's pooler, the others contain the same
+        layer."""
         size = self.config.hidden_size
         dense, out = nn.Linear(size, size), nn.Linear(size, labels)
         if self.config.has_pooler:
@@ -113,8 +116,8 @@ class Encoder(nn.Module):
             self.classifier = nn.ModuleDict({"dense": dense, "out_proj": out})
 
     def logits(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
-        """hidden [tokens, H] of some texts -> FP32 [texts, labels], by the head. Each text for itself: its bits do not
-        depend on its neighbours."""
+        """hidden [tokens, H] of some texts -> FP32 [texts, labels], by the head. Each text is computed alone, so its
+        bits do not depend on others."""
         names = (
             ("pooler.dense", "classifier") if self.config.has_pooler else ("classifier.dense", "classifier.out_proj")
         )
@@ -133,8 +136,14 @@ class Encoder(nn.Module):
             x = layer(x, lengths)
         return x
 
+    def join(self) -> None:
+        """For serving: query, key and value of each layer become one matrix where they can (fp8/joined.py)."""
+        for module in self.modules():
+            if isinstance(module, SelfAttention):
+                module.qkv.join()
+
     def enter(self, ids: Tensor, lengths: Sequence[int], segments: Tensor | None = None) -> Tensor:
-        """What the first layer reads."""
+        """The input of the first layer."""
         positions = torch.cat([torch.arange(length, device=ids.device) for length in lengths])
         return cast(Tensor, self.embeddings(ids, positions, torch.zeros_like(ids) if segments is None else segments))
 
@@ -144,7 +153,7 @@ class Encoder(nn.Module):
         return list(cast(nn.ModuleList, self.encoder["layer"]))
 
     def named_in(self, part: int, names: Iterable[str]) -> list[str]:
-        """Of names of modules and tensors those that belong to a layer."""
+        """Those of these names of modules and tensors that belong to a layer."""
         return [name for name in names if name.startswith(f"encoder.layer.{part}.")]
 
     def linear_names(self) -> list[str]:
@@ -155,8 +164,8 @@ class Encoder(nn.Module):
 
 
 def activated(x: Tensor, kind: EncoderActivation) -> Tensor:
-    """GELU of x [T, N]. Of BF16 on a CPU by a table of all 65,536 values: the vectorised function and the one for what
-    is left over at the end of a tensor may differ in the last bit."""
+    """GELU of x [T, N]. For BF16 on a CPU it is looked up in a table of all 65,536 values, because the vectorised
+    function and the one for the rest at the end of a tensor may differ in the last bit."""
     if x.dtype is torch.bfloat16 and x.device.type == "cpu" and not x.requires_grad:
         return _look_up(x, _table(kind))  # type: ignore[no-any-return]
     return F.gelu(x, approximate=_APPROXIMATE[kind])

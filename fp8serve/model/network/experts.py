@@ -1,18 +1,18 @@
-"""A mixture of experts: a router sends every token through a few of many small MLPs and adds up what they say.
+"""A mixture of experts: a router sends every token through a few of many small MLPs and adds up their outputs.
 
 The router is never quantized: its logits are computed in the type of the activations, its softmax and the weights of
-the chosen experts in FP32. A token's experts are added in their order, so that its sum does not depend on the order in
-which others chose theirs, and every sum is rounded, as in transformers.
+the chosen experts in FP32. The outputs of a token's experts are added in the order of the experts, so that the sum does
+not depend on other tokens' choices, and every sum is rounded, as in transformers.
 
-Tokens are sorted by expert, and the rows of each expert lie together. Who computes them depends on what the experts'
-linears are: serving's frozen ones are stacked (fp8/stacked.py), training's run grouped (fp8/grouped_linear.py), and
-all others, such as BF16 ones and those that calibration watches by hooks, are called one expert after the other. All
-give the same bits.
+Tokens are sorted by expert, so that the rows of each expert are adjacent. The kind of the experts' linears decides how
+they are computed: frozen ones, for serving, are stacked (fp8/stacked.py), those in training run grouped
+(fp8/grouped_linear.py), and all others, such as BF16 ones and those with calibration's hooks, are called one expert
+after the other. All give the same bits.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +21,20 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.grouped_linear import Span, grouped_linear
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.ops.grouped import spans
+from fp8serve.fp8.ops.mixture import add_weighted
 from fp8serve.fp8.stacked import Stacked, can_stack
 from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.config.mixture import Experts as ExpertSettings
-from fp8serve.model.network.fusing import GATED, Ending
+from fp8serve.model.network.fusing import GATED, Ending, direct
 from fp8serve.model.network.memory import free_memory
-from fp8serve.model.network.routing import GroupRouter
+from fp8serve.model.network.routing import Choice, Chosen, GroupRouter
+from fp8serve.model.storage.heap import trim
 from fp8serve.model.storage.mapped import release_pages
 
-ROOM = 0.6  # of free memory may become stacked weights; beyond, they stay where they are mapped
+_add_weighted = torch.ops.fp8serve.add_weighted.default
+_sort_by_expert = torch.ops.fp8serve.sort_by_expert.default
+
+ROOM = 0.6  # the fraction of free memory that stacked weights may take; larger ones stay mapped
 
 
 class Router(nn.Linear):
@@ -37,7 +42,8 @@ class Router(nn.Linear):
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tensor:
-    """gpt-oss' activation: gate * sigmoid(alpha * gate) * (up + 1), of a gate up to `limit` and an up within it."""
+    """gpt-oss' activation: gate * sigmoid(alpha * gate) * (up + 1), with gate clamped to `limit` and up to
+    +-`limit`."""
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
@@ -59,8 +65,13 @@ class Expert(nn.Module):
         return down(self.gated(gate(x), up(x)))  # type: ignore[no-any-return]
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        """What goes into `down`."""
+        """The input of `down`."""
         return GATED[self.activation](gate, up) if self.clamp is None else clamped_swiglu(gate, up, *self.clamp)
+
+    @property
+    def is_silu(self) -> bool:
+        """Whether `gated` is silu(gate) * up."""
+        return self.activation == "silu" and self.clamp is None
 
     def linears(self) -> tuple[nn.Module, nn.Module, nn.Module]:
         """gate, up and down."""
@@ -74,62 +85,42 @@ def _router(config: ModelConfig, settings: ExpertSettings) -> nn.Module:
     return Router(config.hidden_size, settings.count, bias=settings.bias)
 
 
-class Sorted(NamedTuple):
-    """Tokens by expert. rows int64 [T * k]: the token of each row. places int64 [T * k]: the row of each choice, token
-    by token. counts int64 [E]: the rows of each expert. offsets int32 [E]: where they end."""
-
-    rows: Tensor
-    places: Tensor
-    counts: Tensor
-    offsets: Tensor
-
-
-def sort(chosen: Tensor, experts: int) -> Sorted:
-    """chosen int64 [T, k], rising in every row. One token's rows are sorted as they are: at decoding this counts."""
-    flat = chosen.reshape(-1)
-    as_they_are = torch.arange(len(flat), device=flat.device)
-    if len(chosen) == 1:
-        rows, places = torch.zeros_like(flat), as_they_are
-    else:
-        order = flat.argsort(stable=True)
-        places = torch.empty_like(order).scatter_(0, order, as_they_are)
-        rows = order // max(chosen.shape[1], 1)
-    counts = torch.zeros(experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
-    return Sorted(rows, places, counts, counts.cumsum(0, dtype=torch.int32))
-
-
 class Experts(nn.ModuleList):
     """The experts of one mixture.
 
     tokens int64 [E]: how many each expert was given since `reset_counters`. every_expert: all tokens run through all
-    experts, whose linears can so be observed; the result stays that of the chosen ones.
+    experts, so that all linears can be observed; the result stays that of the chosen experts.
     """
 
     def __init__(self, experts: Iterable[Expert]) -> None:
         super().__init__(experts)
         self.tokens = torch.zeros(len(self), dtype=torch.int64, device="cpu")
         self.every_expert = False
+        self._is_silu = all(expert.is_silu for expert in self._experts())
         self._stacks: tuple[Stacked, Stacked] | None = None  # gate and up, down
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """x [T, hidden], chosen int64 [T, k], rising, weights [T, k] -> what the chosen say, added up by weight."""
-        by_expert = sort(chosen, len(self))
-        self._count(by_expert.counts)
-        said = self._by_every_expert(x, by_expert) if self.every_expert else self._by_chosen(x, by_expert)
-        terms = said.index_select(0, by_expert.places).view(*chosen.shape, -1)  # [T, k, hidden]
-        terms = (terms * weights.unsqueeze(-1)).to(x.dtype)
-        total = terms[:, 0]
-        for k in range(1, terms.shape[1]):
-            total = total + terms[:, k]
-        return total
+        """x [T, hidden], chosen int64 [T, k], weights [T, k] -> the weighted sum of the chosen experts' outputs."""
+        stacks = self._current_stacks(chosen)
+        if stacks is not None and self._is_silu and stacks[0].makes_mlp_with(stacks[1], x):
+            return stacks[0].mlp(stacks[1], x, chosen, weights, self._counter(chosen.device))
+        rows, places, offsets = _sort_by_expert(chosen, self._counter(chosen.device))
+        if self.every_expert:
+            said = self._by_every_expert(x, rows, offsets)
+        else:
+            said = self._by_chosen(x, rows, offsets, stacks)
+        if torch.is_grad_enabled() or said.dtype is not x.dtype:
+            return add_weighted(said, places, weights, x.dtype)
+        return _add_weighted(said, places, weights)  # type: ignore[no-any-return]
 
-    def _by_chosen(self, x: Tensor, by_expert: Sorted) -> Tensor:
+    def _by_chosen(self, x: Tensor, tokens: Tensor, offsets: Tensor, stacks: tuple[Stacked, Stacked] | None) -> Tensor:
         """[T * k, hidden]: what each token's experts say, expert by expert."""
-        rows, stacks = x.index_select(0, by_expert.rows), self._stacks
-        if stacks is not None and not torch.is_grad_enabled() and self._are_current(stacks, by_expert.offsets):
-            gate, up = stacks[0](rows, by_expert.offsets).chunk(2, -1)
-            return stacks[1](self._gated(gate, up), by_expert.offsets)
-        return self._by_linears(rows, spans(by_expert.offsets))
+        rows = x.index_select(0, tokens)
+        if stacks is not None:
+            gate_up = stacks[0](rows, offsets)
+            gate, up = gate_up.split_with_sizes([gate_up.shape[1] // 2] * 2, 1)
+            return stacks[1](self._gated(gate, up), offsets)
+        return self._by_linears(rows, spans(offsets))
 
     def _by_linears(self, rows: Tensor, where: Sequence[Span]) -> Tensor:
         gates, ups, downs = zip(*(expert.linears() for expert in self._experts()), strict=True)
@@ -139,10 +130,9 @@ class Experts(nn.ModuleList):
         gated = self._gated(grouped_linear(gates, rows, where), grouped_linear(ups, rows, where))
         return grouped_linear(downs, gated, where)
 
-    def _by_every_expert(self, x: Tensor, by_expert: Sorted) -> Tensor:
-        """What `_by_chosen` gives, after every expert has seen all tokens."""
-        where = spans(by_expert.offsets)
-        parts = [e(x)[by_expert.rows[slice(*span)]] for e, span in zip(self._experts(), where, strict=True)]
+    def _by_every_expert(self, x: Tensor, tokens: Tensor, offsets: Tensor) -> Tensor:
+        """The result of `_by_chosen`, after every expert has seen all tokens."""
+        parts = [e(x)[tokens[slice(*span)]] for e, span in zip(self._experts(), spans(offsets), strict=True)]
         return torch.cat(parts)
 
     def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -151,19 +141,19 @@ class Experts(nn.ModuleList):
     def _experts(self) -> Sequence[Expert]:
         return cast(Sequence[Expert], self)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _count(self, counts: Tensor) -> None:
-        if self.tokens.device != counts.device:
-            self.tokens = self.tokens.to(counts.device)
-        self.tokens += counts
+    def _counter(self, device: torch.device) -> Tensor:
+        """`tokens`, moved to where they are counted."""
+        if self.tokens.device != device:
+            with torch.inference_mode(False):
+                self.tokens = self.tokens.to(device)
+        return self.tokens
 
     def reset_counters(self) -> None:
         """Start counting tokens anew."""
         self.tokens.zero_()
 
     def join(self) -> None:
-        """For serving: the experts' linears become three dimensional where they can and memory allows."""
+        """For serving: stack the experts' linears in three dimensions where possible and memory allows."""
         experts = list(self._experts())
         gate, up, down = experts[0].names
         groups = (gate, up), (down,)
@@ -175,6 +165,8 @@ class Experts(nn.ModuleList):
         self._stacks = Stacked(experts, groups[0]), Stacked(experts, groups[1])
         for weight in mapped:
             release_pages(weight)
+        del mapped
+        trim()
 
     @property
     def is_stacked(self) -> bool:
@@ -187,19 +179,23 @@ class Experts(nn.ModuleList):
         else:
             yield from (linear for expert in self._experts() for linear in expert.linears())
 
-    def _are_current(self, stacks: tuple[Stacked, Stacked], offsets: Tensor) -> bool:
-        used = range(len(offsets)) if offsets.is_cuda else [e for e, (a, b) in enumerate(spans(offsets)) if a < b]
-        return all(stack.is_current(used) for stack in stacks)
+    def _current_stacks(self, chosen: Tensor) -> tuple[Stacked, Stacked] | None:
+        """The stacks, if they may compute the chosen experts."""
+        stacks = self._stacks
+        if stacks is None or self.every_expert or torch.is_grad_enabled():
+            return None
+        used = range(len(self)) if chosen.is_cuda else set(chosen.flatten().tolist())
+        return stacks if stacks[0].is_current(used) and stacks[1].is_current(used) else None
 
 
 class Mixture(nn.Module):
-    """Router and experts, in the place of a layer's MLP."""
+    """Router and experts, in place of a layer's MLP."""
 
     experts: Experts
 
     def __init__(self, config: ModelConfig, settings: ExpertSettings) -> None:
         super().__init__()
-        self.settings = settings
+        self.settings, self._choice = settings, Choice(settings)
         names = settings.names
         self.register_module(names.router, _router(config, settings))
         self.experts = Experts(Expert(config, settings.size, settings) for _ in range(settings.count))
@@ -210,27 +206,13 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor, norm: nn.Module, ending: Ending) -> Tensor:
         """x [T, hidden] plus ending(mixture of norm(x))."""
-        hidden = norm(x)
-        return x + ending(self._shared(self.experts(hidden, *self.choose(hidden)), hidden))
+        hidden, experts = direct(norm)(x), direct(self._child("experts"))
+        return x + ending(self._shared(experts(hidden, *self.choose(hidden)), hidden))
 
-    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, hidden] -> (experts int64 [T, k], rising; their weights [T, k])."""
-        router, count = self._child(self.settings.names.router), self.settings.per_token
-        logits = router(x)
-        if isinstance(router, GroupRouter):
-            weights, chosen = router.choose(logits, count)
-        elif self.settings.weighs_chosen:
-            best, chosen = logits.topk(count, dim=-1)
-            weights = best.softmax(-1)
-        else:
-            weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(count, dim=-1)
-        if self.settings.normalizes:
-            weights = weights / weights.sum(-1, keepdim=True)
-        if self.settings.routing is not None:
-            weights = weights * self.settings.routing.scale
-        chosen, order = chosen.sort(-1)
-        weights = weights.gather(-1, order)
-        return chosen, weights if self.settings.wide_weights else weights.to(logits.dtype)
+    def choose(self, x: Tensor) -> Chosen:
+        """x [T, hidden] -> (experts int64 [T, k], their weights [T, k])."""
+        router = self._child(self.settings.names.router)
+        return self._choice(direct(router)(x), router)
 
     def _shared(self, total: Tensor, x: Tensor) -> Tensor:
         names = self.settings.names
@@ -281,7 +263,7 @@ def reset_token_counts(model: nn.Module) -> None:
 
 
 def rows_of_experts(model: nn.Module) -> dict[str, int]:
-    """How many rows every expert's linear has seen, by its name in `model`."""
+    """The number of rows that every expert's linear has seen, by its name in `model`."""
     found: dict[str, int] = {}
     for name, mixture in mixtures(model).items():
         for index, (expert, rows) in enumerate(zip(mixture, mixture.tokens.tolist(), strict=True)):

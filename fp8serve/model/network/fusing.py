@@ -1,13 +1,13 @@
 """The pieces of a decoder layer, each run as one op where its modules allow it, else one module after the other.
 
-A layer (decoder.py) is written once, in four pieces: a norm and the projections behind it, twice, and a projection onto
-the residual, twice. Serving's frozen layers (fp8/frozen.py) cast with the norm or the activation in front of them and
-add their product to the residual in the same pass: ten ops a layer instead of about forty, each of which costs more
-time to call than to compute at batch 1. The ops round where the plain modules round, so the bits are the same.
-Modules with hooks, gradients or weights of another kind are called one by one.
+A layer (decoder.py) is written once, in four pieces: a norm and the projections after it, twice, and a projection onto
+the residual, twice. Serving's frozen layers (fp8/frozen.py) fuse the cast with the norm or activation before them and
+add their product to the residual in the same pass: ten ops per layer instead of about forty, each of which takes more
+time to call than to compute at batch 1. The ops round where the plain modules round, so the bits are the same. Modules
+with hooks, with gradients or with other kinds of weights are called one by one.
 
-Children and tensors are looked up in the dictionaries where torch keeps them: there is no copy of them that could be
-out of date, and an attribute of a module takes twenty times as long.
+Children and tensors are looked up in torch's own dictionaries: no copy of them can be out of date, and a module's
+attribute takes twenty times as long.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,8 @@ from fp8serve.model.network.norms import RMSNorm
 
 
 def direct(module: nn.Module) -> Callable[..., Any]:
-    """The forward of `module` where there is neither gradient nor hook, which calling a module costs time to find."""
+    """The forward of `module` if there is neither gradient nor hook; calling the module would spend time on checking
+    that."""
     is_watched = module._forward_hooks or module._forward_pre_hooks or torch.is_grad_enabled()
     return module if is_watched else module.forward
 
@@ -33,8 +34,8 @@ def direct(module: nn.Module) -> Callable[..., Any]:
 class Projections:
     """The linears of `owner`, by name, that read one normed input; as one matrix once `join` has been called.
 
-    widths: where the file has the projections as one linear already, how many of its rows are each one's.
-    No module: the linears stay where they are, under their own names.
+    widths: the rows of each projection where the file already joins them into one linear. This is not a module: the
+    linears stay where they are, under their own names.
     """
 
     def __init__(self, owner: nn.Module, *names: str, widths: Sequence[int] | None = None) -> None:
@@ -61,13 +62,13 @@ class Projections:
         return [modules[name](x) for name in self._names]  # type: ignore[misc]  # a linear is there
 
     def join(self) -> None:
-        """Joins the linears where they can be joined. From then on also those that come into their place."""
+        """Joins the linears if possible, and from then on also linears that replace them."""
         layers = [self._owner._modules[name] for name in self._names]
         if can_join(layers):
             self._joined = Joined(dict(zip(self._names, layers, strict=True)))
 
     def matrices(self) -> Iterator["nn.Module | Projections"]:
-        """What a step multiplies by and could be packed: all as one, or each for itself."""
+        """The matrices that a step multiplies by and that could be packed: all as one, or each separately."""
         joined = self._current()
         if joined is None:
             yield from (module for name in self._names if (module := self._owner._modules[name]) is not None)
@@ -76,7 +77,7 @@ class Projections:
 
     @property
     def weight(self) -> Tensor | None:
-        """The joined one; None where each linear runs for itself."""
+        """The joined linear; None where each linear runs separately."""
         joined = self._current()
         return None if joined is None else joined.weight
 
@@ -87,7 +88,8 @@ class Projections:
             joined.pack(out)
 
     def _current(self) -> Joined | None:
-        """What was joined, anew if something in it was replaced. None: it was not, or can no longer be."""
+        """The joined linear, joined again if something in it was replaced. None: it was never joined, or no longer can
+        be."""
         joined = self._joined
         if joined is None or joined.is_current(self._owner._modules):
             return joined
@@ -96,12 +98,12 @@ class Projections:
 
 
 def _with_adapters(layer: FrozenLinear, y: Tensor, x: Tensor) -> Tensor:
-    """y [T, N], what the layer made of x [T, K], with the adapters beside it."""
+    """y [T, N], the layer's output for x [T, K], plus its adapters."""
     return y if layer.beside is None else layer.beside.add(y.contiguous(), x)
 
 
 class Ending(NamedTuple):
-    """What becomes of a block's output before it is added to the residual: normed by `norm`, times `scale`."""
+    """Prepares a block's output before it is added to the residual: normed by `norm`, times `scale`."""
 
     norm: nn.Module | None
     scale: float
@@ -112,13 +114,13 @@ class Ending(NamedTuple):
 
 
 PLAIN = Ending(None, 1.0)
-"""It is added as it is: the only ending that ops fuse."""
+"""Whether the output is added as it is, the only ending that ops fuse."""
 
 
 def add_projection(residual: Tensor, linear: nn.Module, x: Tensor, ending: Ending) -> Tensor:
     """residual [T, hidden] + ending(linear(x [T, K])), in the residual's type: attention under fp8_mha gives FP32."""
     if ending is PLAIN and isinstance(linear, FrozenLinear) and linear.fuses(residual):
-        return linear.product_onto(residual, *linear.cast(x))
+        return linear.onto(residual, x)
     return residual + ending(linear(x)).to(residual.dtype)
 
 

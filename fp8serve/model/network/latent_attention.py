@@ -1,13 +1,13 @@
 """DeepSeek's latent attention, in the form in which all heads read one small key.
 
-A token's keys and values are made of one latent vector c: k = W_k c and v = W_v c in every head, beside a few elements
-with rotary position that heads share. As q . (W_k c) = (W_k' q) . c, and as weights add up values before W_v as well as
-after it, W_k goes to the queries and W_v to what attention gives. Then there is one key of kv_lora_rank +
-qk_rope_head_dim elements for all heads, whose first part is the value, too: that is all that a cache holds, and
-`attend` is that of any other family with one head of keys.
+A token's keys and values are projections of one latent vector c: k = W_k c and v = W_v c in every head, and a few
+elements with rotary position that the heads share. Because q . (W_k c) = (W_k' q) . c, and because the weighted sum of
+values can be taken before W_v as well as after it, W_k is applied to the queries and W_v to the output of attention.
+Then all heads have one key of kv_lora_rank + qk_rope_head_dim elements, whose first part is also the value. A cache
+holds nothing else, and `attend` is that of any other family with one head of keys.
 
-`kv_b_proj` holds W_k and W_v. It is no linear layer here, and stays in high precision: what it multiplies is another
-thing than in training by the papers' form, so that no scale of its input is ever used.
+`kv_b_proj` holds W_k and W_v. Here it is not a linear layer and stays in high precision: its input differs from that in
+the papers' form, so a scale of that input could not be used.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from fp8serve.model.network.rotary import Placement
 if TYPE_CHECKING:
     from fp8serve.model.network.decoder import Attend, Heads
 
-EPS = 1e-6  # of the norms of latent vectors, whatever the file says of the others
+EPS = 1e-6  # for the norms of latent vectors, whatever the file says about the others
 
 
 class Absorbed(nn.Module):
@@ -99,7 +99,7 @@ class LatentAttention(nn.Module):
         return add_projection(x, self._modules["o_proj"], values.flatten(1), ending)  # type: ignore[arg-type]
 
     def matrices(self) -> Iterator[nn.Module | Projections]:
-        """What a step multiplies by, but for `kv_b_proj`."""
+        """The matrices that a step multiplies by, except `kv_b_proj`."""
         yield from self.qkv.matrices()
         if self.latent.q_rank is not None:
             yield self.q_b_proj
@@ -119,7 +119,7 @@ class LatentAttention(nn.Module):
         return query, shared, shared
 
     def _latents(self, mixed: Tensor) -> Tensor:
-        """[T, heads, head_dim] as rotary.py orders a head, of which a part is turned -> [T, heads, rank]."""
+        """[T, heads, head_dim] in rotary.py's order, of which a part is rotated -> [T, heads, rank]."""
         first, second = mixed.chunk(2, -1)
         turned = self.latent.turned // 2
         return torch.cat((first[..., turned:], second[..., turned:]), -1)

@@ -1,7 +1,7 @@
 """ModernBERT: norms before, gated MLPs, rotary position, no biases, and layers that see some tokens to either side.
 
-What an `Encoder` is to others holds here, too: sequences lie one behind the other, and each attends for itself.
-transformers turns queries and keys in FP32 by angles in the weights' type, and rounds once.
+Its interface is that of `Encoder`: sequences are concatenated, and each attends only to itself. transformers rotates
+queries and keys in FP32 by angles in the weights' type, and rounds once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ from fp8serve.model.network.encoder import Encoder, activated
 
 
 class Embeddings(nn.Module):
-    """What a token stands for, normalised."""
+    """The embedding of a token, normalised."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Embeddings(nn.Module):
 
 
 class Attention(nn.Module):
-    """Every token attends to all of its sequence, or to those near it."""
+    """Every token attends to all tokens of its sequence, or to those near it."""
 
     def __init__(self, config: EncoderConfig, layer: int) -> None:
         super().__init__()
@@ -42,7 +42,8 @@ class Attention(nn.Module):
         return self.Wo(torch.cat([self._attended(part) for part in qkv]).flatten(1))  # type: ignore[no-any-return]
 
     def _attended(self, qkv: Tensor) -> Tensor:
-        """One sequence [length, 3, heads, head_dim]; alone, because a batch may be divided otherwise among threads."""
+        """One sequence [length, 3, heads, head_dim]; alone, because a batch may be divided differently among
+        threads."""
         q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in qkv.unbind(1))
         cos, sin = self._angles(len(qkv), q)
         q, k = _turned(q, cos, sin), _turned(k, cos, sin)
@@ -56,7 +57,7 @@ class Attention(nn.Module):
         return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
     def _near(self, length: int, device: torch.device) -> Tensor | None:
-        """bool [length, length]: what each token sees; None: all."""
+        """bool [length, length]: the tokens that each token sees; None: all."""
         if self.window is None or length <= self.window + 1:
             return None
         at = torch.arange(length, device=device)
@@ -83,7 +84,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Normalise, attend, add; normalise, MLP, add. What the first layer reads is normalised."""
+    """Normalise, attend, add; normalise, MLP, add. The first layer's input is already normalised."""
 
     def __init__(self, config: EncoderConfig, layer: int) -> None:
         super().__init__()
@@ -108,7 +109,7 @@ class ModernEncoder(Encoder):
         return self.final_norm(super().forward(ids, lengths))  # type: ignore[no-any-return]
 
     def enter(self, ids: Tensor, lengths: Sequence[int], segments: Tensor | None = None) -> Tensor:
-        """What the first layer reads."""
+        """The input of the first layer."""
         return cast(Tensor, self.embeddings(ids))
 
     @property
@@ -117,7 +118,7 @@ class ModernEncoder(Encoder):
         return list(self.layers)
 
     def named_in(self, part: int, names: Iterable[str]) -> list[str]:
-        """Of names of modules and tensors those that belong to a layer."""
+        """Those of these names of modules and tensors that belong to a layer."""
         return [name for name in names if name.startswith(f"layers.{part}.")]
 
     def linear_names(self) -> list[str]:

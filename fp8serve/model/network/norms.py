@@ -1,6 +1,6 @@
 """The norms of decoders, each over the last dimension, rounded where transformers rounds.
 
-Serving casts with an `RMSNorm` in front in one op (fusing.py); the others are called as modules.
+Serving fuses an `RMSNorm` and the cast after it into one op (fusing.py); the others are called as modules.
 """
 
 import torch
@@ -25,7 +25,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self._parameters["weight"], self.eps)  # type: ignore[arg-type]  # it is there
 
     def fused_weight(self, x: Tensor) -> Tensor | None:
-        """The weight, where an op may norm x with it; None where the module wants to be called."""
+        """The weight, if an op may norm x with it; None if the module must be called."""
         weight = self._parameters["weight"]
         is_plain = not (self._forward_hooks or self._forward_pre_hooks) and weight.dtype == x.dtype  # type: ignore[union-attr]
         return weight if is_plain else None
@@ -85,7 +85,8 @@ def make_norm(config: ModelConfig, size: int) -> nn.Module:
 
 
 def make_head_norm(config: ModelConfig, heads: int) -> nn.Module | None:
-    """What normalises queries or keys of so many heads: each head, all of them by one weight, or all as one vector."""
+    """The norm for queries or keys of so many heads: each head with its own weight, all heads with one, or all as one
+    vector."""
     if not config.qk_norm:
         return None
     if config.qk_norm_weight == "by_head":

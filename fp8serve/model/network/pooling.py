@@ -1,8 +1,9 @@
-"""How the vectors of a text's tokens become one, as the files that sentence-transformers writes say.
+"""Reduces the vectors of a text's tokens to one, as the files of sentence-transformers say.
 
-`modules.json` lists what follows the transformer (a `Pooling`, and a `Normalize` or none), `1_Pooling/config.json` says
-which vectors count, `sentence_bert_config.json` how many tokens are read, `config_sentence_transformers.json` which
-texts are put in front. A directory that does not say how it pools is refused: a guess gives vectors that look healthy.
+`modules.json` lists the modules after the transformer (a `Pooling`, and a `Normalize` or none), `1_Pooling/config.json`
+says which vectors count, `sentence_bert_config.json` how many tokens are read, `config_sentence_transformers.json`
+which prompts are put before a text. A directory that does not say how it pools is refused: a wrong guess gives vectors
+that look right.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ MODES: dict[str, Mode] = {
 @dataclass(frozen=True)
 class Pooling:
     """mode: the mean of the tokens' vectors, or the first's or the last's. max_length: tokens that are read of a text;
-    None: as many as the model can. prompts: texts to put in front, by name."""
+    None: as many as the model can. prompts: texts to put before a text, by name."""
 
     mode: Mode
     normalized: bool
@@ -36,11 +37,11 @@ class Pooling:
     default_prompt: str | None = None  # its name
 
     def __call__(self, hidden: Tensor, lengths: Sequence[int], dimensions: int | None = None) -> Tensor:
-        """hidden [tokens, H] of some texts -> FP32 [texts, H], or the first `dimensions`, normalised anew."""
+        """hidden [tokens, H] of some texts -> FP32 [texts, H], or the first `dimensions`, normalised again."""
         return self.finished(self.pooled(hidden, lengths), dimensions)
 
     def pooled(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
-        """hidden [tokens, H] of some texts -> FP32 [texts, H], as long as they come."""
+        """hidden [tokens, H] of some texts -> FP32 [texts, H], not normalised."""
         return torch.stack([self._one(part) for part in torch.split(hidden, list(lengths))])
 
     def finished(self, vectors: Tensor, dimensions: int | None = None) -> Tensor:
@@ -55,7 +56,7 @@ class Pooling:
         return part[0 if self.mode == "cls" else -1].float()
 
     def prompt(self, name: str | None) -> str:
-        """The text to put in front; of no name, the default one's. RequestError: there is no such prompt."""
+        """The prompt to put before a text; without a name, the default one. RequestError: there is no such prompt."""
         name = self.default_prompt if name is None else name
         if name is not None and name not in self.prompts:
             known = ", ".join(self.prompts) or "none"
@@ -79,7 +80,7 @@ def read_pooling(model_dir: Path | str) -> Pooling:
 
 
 def pooling_file(modules: Mapping[str, str], model_dir: Path) -> str:
-    """Where the configuration of the pooling lies, in the directory."""
+    """The path of the pooling's configuration in the directory."""
     return f"{one_folder(modules['Pooling'], 'Pooling', model_dir)}/config.json"
 
 

@@ -1,10 +1,9 @@
 """Rotary position embedding: the frequencies and the angles; `fp8.elementwise.rotary` applies them.
 
-Rounding follows transformers, because equal tokens are promised: frequencies and angles in FP32, cos and sin rounded
-to the activations' dtype, then two multiplications and an addition in that dtype. The first half of a head's
-dimensions pairs with the second half (the Hugging Face layout); where neighbours are pairs (the layout of the papers),
-or where only a part of a head is turned, its elements are first read in an order that makes it so. Every kernel then
-knows one layout.
+Rounding follows transformers, because equal tokens are promised: frequencies and angles in FP32, cos and sin rounded to
+the activations' dtype, then two multiplications and an addition in that dtype. The first half of a head's dimensions
+pairs with the second half (the Hugging Face layout). Where neighbours are pairs (the layout of the papers), or only a
+part of a head is rotated, its elements are first read in an order that gives this layout, so kernels need only one.
 """
 
 import math
@@ -21,7 +20,7 @@ Rotation = tuple[Tensor, Tensor]  # cos, sin [T, 1, head_dim]
 
 
 class Placement(NamedTuple):
-    """What the positions of tokens do to the queries and keys of a layer, in this order."""
+    """The effect of positions on the queries and keys of a layer, in this order."""
 
     rotation: Rotation
     order: Tensor | None  # int64 [head_dim], in which a head's elements are read, so that the halves are pairs
@@ -29,13 +28,13 @@ class Placement(NamedTuple):
 
 
 class Rotary:
-    """The placements of one model. No nn.Module: `.to(bfloat16)` must not round frequencies and `meta` not lose them.
+    """The placements of one model. Not an nn.Module: `.to(bfloat16)` must not round frequencies and `meta` not lose
+    them.
 
-    A layer without rotary position has frequencies of 0: multiplied by 1 and 0 its queries and keys stay what they are.
-    So do the elements of a head that are not turned, where only some are.
-    longest: the length that sequences may reach, where keys are kept from one call to the next. It chooses among
-    frequencies that depend on a sequence's length (`LongRope`), so that what is in a cache keeps its angles. None: the
-    sequences of a call are whole, and each one's own length chooses.
+    A layer without rotary position has frequencies of 0: multiplied by 1 and 0 its queries and keys do not change. The
+    same goes for the elements of a head that are not rotated. longest: the length that sequences may reach, where keys
+    are kept from one call to the next. It chooses among frequencies that depend on a sequence's length (`LongRope`), so
+    that cached keys keep their angles. None: the sequences of a call are whole, and each one's own length chooses.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -48,7 +47,7 @@ class Rotary:
         self._order = None if order is None else _OnDevice(order)
 
     def placements(self, positions: Tensor, dtype: torch.dtype) -> list[Placement]:
-        """positions integer [T] -> of every layer what they do there, in `dtype`, ready to broadcast over heads."""
+        """positions integer [T] -> their effect in every layer, in `dtype`, ready to broadcast over heads."""
         order = None if self._order is None else self._order.on(positions.device)
         scale = None if self._query_scaling is None else query_scale(positions, self._query_scaling).to(dtype)
         found = [Placement(kind.rotation(positions, dtype, self.longest), order, scale) for kind in self._kinds]
@@ -56,7 +55,7 @@ class Rotary:
 
 
 class _OnDevice:
-    """A tensor of the CPU with a copy on every device that asked for one."""
+    """A CPU tensor with a copy on every device that has requested one."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._copies = {tensor.device: tensor}
@@ -68,20 +67,20 @@ class _OnDevice:
 
 
 def _order(config: ModelConfig) -> Tensor | None:
-    """The order of a head's elements that brings pairs into the two halves; None: they are there.
+    """The order of a head's elements that puts pairs into the two halves; None: they already are.
 
     A dot product of queries and keys does not change when both are read in another order.
     """
     size, turned = config.head_dim, config.rotary_dim or config.head_dim
     firsts = range(0, turned, 2) if config.neighbours_pair else range(turned // 2)
     seconds = range(1, turned, 2) if config.neighbours_pair else range(turned // 2, turned)
-    middle = (turned + size) // 2  # of those that are not turned, half stand in each half
+    middle = (turned + size) // 2  # each half has half of the elements that are not rotated
     order = [*firsts, *range(turned, middle), *seconds, *range(middle, size)]
     return None if order == list(range(size)) else torch.tensor(order, device="cpu")
 
 
 class _Kind:
-    """The rotation that some layers have in common, of the first `turned` elements of a head."""
+    """The rotation of the first `turned` elements of a head, which some layers share."""
 
     def __init__(self, head_dim: int, turned: int, rope: Rope | None) -> None:
         self._still = (head_dim - turned) // 2
@@ -90,24 +89,30 @@ class _Kind:
         self._short, self._long = (_OnDevice(inverse_frequencies(turned, rope, is_long=long)) for long in (False, True))
 
     def rotation(self, positions: Tensor, dtype: torch.dtype, longest: int | None) -> Rotation:
-        half = positions.float()[:, None] * self._inv_freq(positions, longest)  # [T, turned / 2]
+        inv_freq, factor = self._stretched(positions, longest)
+        half = positions.float()[:, None] * inv_freq  # [T, turned / 2]
         angles = torch.cat((half, half), dim=-1)[:, None, :]
-        cos, sin = (angles.cos() * self._attention_factor).to(dtype), (angles.sin() * self._attention_factor).to(dtype)
+        cos, sin = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
         return (cos, sin) if not self._still else (_filled(cos, self._still, 1.0), _filled(sin, self._still, 0.0))
 
-    def _inv_freq(self, positions: Tensor, longest: int | None) -> Tensor:
-        """[turned / 2], or [T, turned / 2] where the length of a token's sequence decides."""
+    def _stretched(self, positions: Tensor, longest: int | None) -> tuple[Tensor, float | Tensor]:
+        """(frequencies [turned / 2], the factor of cos and sin); where the length of a token's sequence decides, [T,
+        turned / 2] and [T, 1, 1]."""
         short, long = self._short.on(positions.device), self._long.on(positions.device)
         if not isinstance(self._scaling, LongRope):
-            return short
-        trained = self._scaling.original_max_position_embeddings
+            return short, self._attention_factor
+        trained, factors = self._scaling.original_max_position_embeddings, self._scaling
         if longest is not None:
-            return long if longest > trained else short
-        return torch.where((_lengths(positions) > trained)[:, None], long, short)
+            is_long = longest > trained
+            return (long, factors.long_attention_factor) if is_long else (short, factors.attention_factor)
+        outgrown = (_lengths(positions) > trained)[:, None]
+        several = torch.where(outgrown[..., None], factors.long_attention_factor, factors.attention_factor)
+        return torch.where(outgrown, long, short), several
 
 
 def _lengths(positions: Tensor) -> Tensor:
-    """Of the sequence of each token, as far as it is among `positions` [T]: one begins where they do not go on."""
+    """The length of each token's sequence, as far as it is in `positions` [T]; a sequence begins where these do not
+    continue."""
     sequence = F.pad(positions.diff() != 1, (1, 0)).cumsum(0)
     newest = torch.zeros_like(positions).scatter_reduce(0, sequence, positions, "amax")
     return newest[sequence] + 1
@@ -127,7 +132,7 @@ def query_scale(positions: Tensor, scaling: QueryScaling) -> Tensor:
 def inverse_frequencies(turned: int, rope: Rope | None, *, is_long: bool = False) -> Tensor:
     """FP32 [turned / 2] on the CPU: theta^(-2i/turned), stretched as `rope.scaling` says; None: zeros.
 
-    is_long: for sequences beyond the trained context, where the scaling tells these apart.
+    is_long: for sequences beyond the trained context, if the scaling distinguishes them.
     """
     if rope is None:
         return torch.zeros(turned // 2, device="cpu")

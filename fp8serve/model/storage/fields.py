@@ -1,4 +1,4 @@
-"""Typed access to a JSON object from a stranger: what is not of the type asked for is a sentence with its place.
+"""Typed access to untrusted JSON: a value of another type than expected is an error that names its place.
 
 `fields.text("fmt")` is None when the key is missing or null, like every other getter, and text otherwise. So code that
 reads a configuration never meets a list where it expects a number, and needs no check of its own.
@@ -11,7 +11,8 @@ from fp8serve.errors import Fp8ServeError, ModelError, shown
 
 
 class Fields:
-    """The object `value`, which stands at `where` ("config.json: quantization_config"). `error`: when it is none."""
+    """The object `value`, whose place is `where` ("config.json: quantization_config"). `error` if it is not an
+    object."""
 
     def __init__(self, value: Any, where: str, error: type[Fp8ServeError] = ModelError) -> None:
         self.where, self._error = where, error

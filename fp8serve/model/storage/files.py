@@ -1,12 +1,12 @@
 """Reading the small files of a model directory and writing a directory whole or not at all.
 
 Files come from strangers: only regular ones of a bounded size are read, so that a FIFO, a device or a sparse file of a
-terabyte is a sentence and not a process that hangs or is killed for its memory.
+terabyte gives an error message, and not a process that hangs or is killed for its memory.
 
 A directory is written into a hidden sibling of its final name, every file is fsynced, the directory too, then one
 `rename` puts it in place and the parent is fsynced: after a crash or a full disk either the whole directory is there
-or nothing is. `safetensors` and `json` write without fsync, so that is done here. We chose not to offer overwriting:
-a directory that somebody may be serving from is not ours to replace.
+or nothing is. `safetensors` and `json` write without fsync, so that is done here. Overwriting is not offered on
+purpose: a server may be using the directory.
 """
 
 import json
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_JSON_BYTES = 64 * 1024 * 1024  # the index of the largest published model is 1 % of this
-MAX_CARRIED_BYTES = 256 * 1024 * 1024  # of one tokenizer file; the largest published is an eighth of this
+MAX_CARRIED_BYTES = 256 * 1024 * 1024  # for one tokenizer file; the largest published one is an eighth of this
 
 
 def present(path: Path) -> bool:
-    """Whether the directory lists it, if only as a link that leads nowhere: that is an error, and no absence."""
+    """Whether the directory lists it, even as a broken link: that is an error, not an absent file."""
     return os.path.lexists(path)
 
 
@@ -76,7 +76,8 @@ def read_text(path: Path, limit: int, error: type[Fp8ServeError] = TakenError) -
 
 
 def read_json(path: Path, error: type[Fp8ServeError] = TakenError) -> dict[str, Any]:
-    """The JSON object in `path`; `error` with one sentence when it is missing, unreadable, too large or no object."""
+    """The JSON object in `path`; `error` with one sentence when it is missing, unreadable, too large or not an
+    object."""
     text = read_text(path, MAX_JSON_BYTES, error)
     try:
         value = json.loads(text, object_pairs_hook=no_duplicates)
@@ -105,26 +106,26 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """`value` as indented JSON; NaN and infinity are refused, for they are not JSON."""
+    """`value` as indented JSON; NaN and infinity are refused, because they are not JSON."""
     path.write_text(json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def save_tensors(path: Path, tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str]) -> None:
     """A safetensors file of tensors on the CPU: the same bytes for the same content.
 
-    The library alone writes metadata in another order each time, and makes the file the owner's only.
+    The library by itself writes metadata in a different order each time, and makes the file readable by its owner only.
     """
     from safetensors.torch import save_file
 
     path.touch()
-    mode = stat.S_IMODE(path.stat().st_mode)  # what this process gives a new file
+    mode = stat.S_IMODE(path.stat().st_mode)  # the mode that this process gives a new file
     save_file(dict(tensors), path, dict(metadata))
     _sort_metadata(path)
     path.chmod(mode)
 
 
 def _sort_metadata(path: Path) -> None:
-    """Rewrite the header of a file just written, in the same room: only the order of the metadata changes."""
+    """Rewrite the header of a file just written, in the same space: only the order of the metadata changes."""
     with path.open("r+b") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
@@ -145,11 +146,27 @@ def check_absent(out: Path, error: type[Fp8ServeError] = TakenError) -> None:
 
 
 @contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A temporary sibling of the file `path` to write; on success it becomes `path`, on any exception it is removed.
+
+    One writer at a time: a killed one leaves the temporary file, which the next one overwrites.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        yield temporary
+        fsync(temporary)
+        temporary.rename(path)
+        fsync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
 def whole_directory(out: Path, error: type[Fp8ServeError] = TakenError) -> Iterator[Path]:
     """A temporary sibling of `out` to write into; on success it becomes `out`, on any exception it is removed.
 
     Costs one fsync per file at the end. `error` when `out` is taken, before or in the meantime; MachineError when the
-    disk is full or not ours to write.
+    disk is full or not writable.
     """
     out = Path(os.path.abspath(out))
     check_absent(out, error)
@@ -196,7 +213,7 @@ def fsync_tree(root: Path) -> None:
 
 
 def regular_file(path: Path) -> bool:
-    """A file proper, reached directly or by a link: no device, socket or directory."""
+    """Whether it is a regular file, directly or through a link: not a device, socket or directory."""
     try:
         return stat.S_ISREG(path.stat().st_mode)
     except OSError:

@@ -1,4 +1,4 @@
-"""A file lock that a process holds and loses with its life: who can take it knows that nobody else is at work."""
+"""A file lock that is released when its process ends: a process that gets it knows that no other one is at work."""
 
 import fcntl
 from pathlib import Path
@@ -8,7 +8,7 @@ from fp8serve.errors import Fp8ServeError, JobError, MachineError
 
 
 def take_lock(path: Path, refusal: str, error: type[Fp8ServeError] = JobError) -> IO[str]:
-    """The locked file; closing it gives the lock up.
+    """The locked file; closing it releases the lock.
 
     Raises error(`refusal`) when another process, or this one, holds it, MachineError where locks do not work.
     """

@@ -1,16 +1,16 @@
 """The tensors of a model directory: safetensors files, one or many, memory-mapped and read only when asked for.
 
-`safetensors` refuses a malformed layout by itself; what it lets through is checked here: duplicate keys, names that are
+`safetensors` refuses a malformed layout by itself; this module checks what it does not: duplicate keys, names that are
 paths, headers larger than any model's, shard names in the index that leave the directory, links to elsewhere, and
 tensors that the index promises but the shards do not hold. A tensor is a view of the mapped file: nothing is copied
 until it is used, so a model larger than memory can be walked through layer by layer. All tensors of a file are views of
-one mapping, so that neighbours can be seen as one matrix (fp8/joined.py); one that lies at an address its type does
-not allow is copied.
+one mapping, so that adjacent ones can be used as one matrix (fp8/joined.py); a tensor that is misaligned for its type
+is copied.
 
-A directory that we write has an index even when all its weights lie in one file, because vLLM and SGLang take every
-`*.safetensors` of a directory without one, and `scales.safetensors` is no file of weights.
+A directory that we write has an index even when all its weights are in one file. Without one, vLLM and SGLang take
+every `*.safetensors` for weights, and `scales.safetensors` is not a weight file.
 
-We chose not to read pickle (`pytorch_model.bin`): loading one runs what is in it.
+Pickles (`pytorch_model.bin`) are not read on purpose: loading one runs the code in it.
 """
 
 import json
@@ -46,8 +46,8 @@ class StoredTensor:
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    start: int = 0  # of its bytes, from the beginning of the file
-    note: str | None = None  # what the file's metadata say under the tensor's name
+    start: int = 0  # offset of its bytes from the beginning of the file
+    note: str | None = None  # the file's metadata under the tensor's name
 
 
 def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
@@ -104,7 +104,7 @@ class Shards(Mapping[str, Tensor]):
         metadata: dict[str, str] | None = None,
         keys: Mapping[str, str] | None = None,
     ) -> None:
-        """keys: of the file, by name, where these are not the same."""
+        """keys: the keys in the file by name, where the two differ."""
         self.entries, self.metadata, self._keys = entries, metadata or {}, keys or {}
         self._open: dict[Path, Any] = {}
         self._mapped: dict[Path, Tensor] = {}
@@ -136,7 +136,7 @@ class Shards(Mapping[str, Tensor]):
         return alike and torch.equal(*(self[name].flatten().view(torch.uint8) for name in (a, b)))
 
     def renamed(self, names: Mapping[str, str]) -> "Shards":
-        """Those of the tensors that `names` has, by the names that it gives. ModelError: two get the same name."""
+        """The tensors that `names` lists, under the names that it gives. ModelError: two get the same name."""
         keys = {new: old for old, new in names.items()}
         if len(keys) < len(names):
             twice = next(new for old, new in names.items() if keys[new] != old)
@@ -169,7 +169,7 @@ def write_index(model_dir: Path, files: Iterable[str] = (SINGLE,)) -> None:
 def open_shards(model_dir: Path) -> Shards:
     """The weights of `model_dir`: `model.safetensors`, else the shards that the index lists.
 
-    ModelError: no weights, a damaged file, an index that points outside the directory or promises what is not there.
+    ModelError: no weights, a damaged file, an index that points outside the directory or to missing tensors.
     """
     if present(model_dir / SINGLE):
         entries, metadata = read_header(_inside(model_dir, SINGLE))
@@ -183,8 +183,8 @@ def open_shards(model_dir: Path) -> Shards:
 
 
 def _check_alone(model_dir: Path, entries: Mapping[str, StoredTensor]) -> None:
-    """ModelError: there is an index beside the single file that promises other files or tensors, such as an older
-    save's; programs differ in which of the two they read. Tensors that were added to the file alone are no harm."""
+    """ModelError: an index beside the single file lists other files or tensors, for example from an older save;
+    programs differ in which of the two they read. Tensors that are only in the file do no harm."""
     if not present(model_dir / INDEX):
         return
     weight_map = _weight_map(model_dir / INDEX)
@@ -221,7 +221,7 @@ def _inside(model_dir: Path, name: str) -> Path:
 def inside(model_dir: Path, name: str) -> Path:
     """`model_dir / name`, having checked that it is not a link to elsewhere. ModelError when it is."""
     folder = Path(os.path.realpath(model_dir))
-    target = Path(os.path.realpath(folder / name))  # where a chain of links is endless: somewhere on it
+    target = Path(os.path.realpath(folder / name))  # an endless chain of links resolves to a path somewhere on it
     # the hub's cache keeps snapshots/<revision>/<file> as a link to ../../blobs/<hash>
     hub_blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
     if not (target.is_relative_to(folder) or target.is_relative_to(hub_blobs)):

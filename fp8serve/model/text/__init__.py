@@ -1,1 +1,2 @@
-"""Text and data: tokenizers, chat templates, whose words are whose, and rows of training data. No torch here."""
+"""Text and data: tokenizers, chat templates, the assistant's turns in a text, and rows of training data. No torch
+here."""

@@ -1,8 +1,8 @@
-"""An assistant's calls as one chat template or another wants them.
+"""The forms in which different chat templates accept an assistant's calls.
 
-Transformers gives templates arguments as objects, and null for the content beside calls that has no text. Templates
-of DeepSeek join arguments to text, so these must be text; those of Qwen 3 look for marks in the content, so this must
-be one. No template says what it wants: a conversation that one refuses is tried in the next spelling.
+Transformers gives templates arguments as objects, and null for the content beside calls that has no text. Templates of
+DeepSeek join arguments to text, so arguments must be text; those of Qwen 3 search the content for marks, so the content
+must be text. No template declares its form: if it refuses a conversation, the next form is tried.
 """
 
 import json
@@ -13,7 +13,7 @@ Message = dict[str, Any]
 
 
 def spellings(messages: list[Message]) -> Iterator[list[Message]]:
-    """The conversation as it is, and where it holds calls, in three other ways."""
+    """The conversation as it is and, if it holds calls, in three other forms."""
     yield messages
     if any(message.get("tool_calls") for message in messages):
         yield [_with_text(message) for message in messages]

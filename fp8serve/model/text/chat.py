@@ -1,10 +1,10 @@
 """Chat templates: Jinja from the model's directory, run in a sandbox with a budget.
 
-A template is a program that came with a download. `ImmutableSandboxedEnvironment` keeps it from Python's internals;
-it does not keep it from running for an hour or building a string of a gigabyte, so every render also has a budget:
-each call and look-up costs one, `range(n)` costs n, and every string made by an operator, a filter, a method, a macro
-or a block costs its length; what is about to be made large (padding, formats, repetition) is paid before it is made.
-Helpers are those Hugging Face templates expect: `raise_exception`, `strftime_now`, `tojson` without HTML escapes, loop
+A template is a program that came with a download. `ImmutableSandboxedEnvironment` keeps it from Python's internals, but
+not from running for an hour or building a string of a gigabyte. Every render therefore has a budget: each call and
+look-up costs one, `range(n)` costs n, and every string made by an operator, a filter, a method, a macro or a block
+costs its length. Potentially large results (padding, formats, repetition) are paid for before they are made. Helpers
+are those Hugging Face templates expect: `raise_exception`, `strftime_now`, `tojson` without HTML escapes, loop
 controls, and `{% generation %}` blocks, which mark what an assistant wrote (`model.turns` reads them).
 
 `strftime_now` gives the time of the machine, as transformers does, unless the template was compiled with a date: a
@@ -36,12 +36,12 @@ Message = dict[str, Any]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 REFUSALS = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
-"""What a template raises that does not take a conversation."""
+"""Raised by a template that does not accept a conversation."""
 MAX_STEPS = 50_000_000
 MAX_CHARS = 16 * 1024 * 1024
 
 _steps: ContextVar[list[int]] = ContextVar("steps")  # one counter per render, so threads do not share a budget
-_mark: ContextVar[str] = ContextVar("mark", default="")  # put around generation blocks when they are asked for
+_mark: ContextVar[str] = ContextVar("mark", default="")  # put around generation blocks on request
 
 
 class _TooMuchError(Exception):
@@ -82,7 +82,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:
-        """What jinja joins the output of blocks and macros with."""
+        """The function with which jinja joins the output of blocks and macros."""
         text = "".join(pieces)
         _spend(len(text))
         return text
@@ -107,9 +107,9 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _priced(filter_: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter, at the price of the widths it is given and of the text it makes."""
+    """The filter, priced by the widths in its arguments and the text that it makes."""
 
-    @wraps(filter_)  # keeps jinja's note that some filters want the environment first
+    @wraps(filter_)  # keeps jinja's mark of filters that take the environment as first argument
     def filtered(*args: Any, **kwargs: Any) -> Any:
         _spend(_price(args) + _price(tuple(kwargs.values())))
         if filter_ is DEFAULT_FILTERS["format"]:
@@ -126,7 +126,7 @@ def _paid(value: Any) -> Any:
 
 
 def _price(values: tuple[Any, ...]) -> int:
-    """Large numbers handed to a function (`range`, `center`, `indent`) are what it may produce."""
+    """The price of a call (`range`, `center`, `indent`): large numbers in its arguments bound its output."""
     return sum(abs(v) for v in values if isinstance(v, int) and not isinstance(v, bool) and abs(v) > 1000)
 
 
@@ -136,7 +136,7 @@ def _widths(text: Any) -> int:
 
 
 def _result_size(operator: str, left: Any, right: Any) -> int:
-    """How large the result of `left operator right` may become, where that is not plain arithmetic."""
+    """A bound for the size of `left operator right`, if that is not plain arithmetic."""
     if operator == "%":
         return _widths(left) + _price(right if isinstance(right, tuple) else (right,)) if isinstance(left, str) else 1
     if operator == "**":
@@ -166,8 +166,8 @@ class ChatTemplate:
 
     today: what `strftime_now` takes for the date; None for the machine's clock. ModelError when `source` is not a
     template. `marks_generation`: whether it has `{% generation %}` blocks. `constants`: the texts written in it, which
-    are what it can look for in a message. `takes_tools`: whether it reads the variable `tools`; `knows_calls`:
-    whether it writes an assistant's calls.
+    it may look for in a message. `takes_tools`: whether it reads the variable `tools`; `knows_calls`: whether it writes
+    an assistant's calls.
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str], today: date | None = None) -> None:
@@ -212,7 +212,7 @@ class ChatTemplate:
             _mark.reset(token)
 
     def _first_accepted(self, messages: list[Message], given: dict[str, Any]) -> str:
-        """The text of the first spelling that the template takes; the complaint is about the first of all."""
+        """The text of the first form that the template accepts; if none, the error is that of the first form."""
         complaint = ""
         for spelt in spellings(messages):
             try:
@@ -245,13 +245,13 @@ def _bounded(pieces: Iterator[str]) -> str:
 
 
 def _plain_message(message: Message) -> Message:
-    """Without what is null, but for the content of calls: some templates ask whether it is."""
+    """The message without null values, except the content beside calls: some templates test whether it is null."""
     kept = {k: v for k, v in message.items() if v is not None or (k == "content" and message.get("tool_calls"))}
     return {k: _plain(v) for k, v in kept.items()}
 
 
 def _plain(value: Any) -> Any:
-    """Only JSON's types reach a template; an object's methods could be called by it."""
+    """Only JSON's types reach a template, because it could call an object's methods."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, dict):

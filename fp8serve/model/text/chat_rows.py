@@ -1,5 +1,5 @@
 """What a conversation in training data may hold: messages of text, calls of tools and their results, as OpenAI's
-fine-tuning files and data sets on the hub spell them. What a prompt here cannot hold is refused by name.
+fine-tuning files and data sets on the hub spell them. Anything that a prompt cannot hold is refused by name.
 """
 
 import json
@@ -14,16 +14,22 @@ NO_ARGUMENTS = {"type": "object", "properties": {}}
 
 
 def messages_of(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
-    """The messages of a row: a list, or JSON text of one. DataError names `where`, the message and what is wrong."""
-    messages = _from_json(value, f"{where}: `messages`")
+    """The messages of a row to learn from: a list, or JSON text of one. DataError names `where` and what is wrong."""
+    messages = conversation_of(value, where)
+    if not any(m["role"] == "assistant" and m.get("weight", 1) for m in messages):
+        raise DataError(f"{where}: no message is the assistant's, so there is nothing to learn.")
+    return messages
+
+
+def conversation_of(value: Any, where: str, column: str = "messages") -> tuple[Mapping[str, Any], ...]:
+    """As `messages_of`, whoever speaks."""
+    messages = _from_json(value, f"{where}: `{column}`")
     if not isinstance(messages, list) or not messages:
-        raise DataError(f"{where}: `messages` is not a list of messages.")
+        raise DataError(f"{where}: `{column}` is not a list of messages.")
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise DataError(f"{where}: message {i} has no `role`.")
         _check_message(message, f"{where}: message {i}")
-    if not any(m["role"] == "assistant" and m.get("weight", 1) for m in messages):
-        raise DataError(f"{where}: no message is the assistant's, so there is nothing to learn.")
     return tuple(messages)
 
 

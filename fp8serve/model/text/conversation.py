@@ -1,7 +1,7 @@
 """Messages in OpenAI's form as chat templates read them: text instead of parts, arguments as objects, and results with
 the name of the function that was called.
 
-Requests and training data both go through here, so a model learns what a request will render.
+Requests and training data both use this module, so a model is trained on the text that a request renders.
 """
 
 import json
@@ -48,7 +48,7 @@ def _calls(calls: Iterable[Mapping[str, Any]]) -> Iterable[Message]:
 
 
 def _object(arguments: Any) -> Any:
-    """JSON text as an object; what is none stays as it is."""
+    """JSON text as an object; any other value stays as it is."""
     if not isinstance(arguments, str):
         return arguments
     try:

@@ -1,7 +1,7 @@
 """Where data come from: files, gzip files, standard input and data sets on the Hugging Face hub, row by row.
 
-Nothing but a JSON array is read whole: a file of JSON lines costs the memory of its examples. The limits hold for what
-comes out of a gzip file, so that a small file which unpacks into a terabyte is a sentence, like a terabyte itself.
+Only a JSON array is read whole: a file of JSON lines costs the memory of its examples. The limits apply to the unpacked
+content of a gzip file, so that a small file which unpacks into a terabyte is refused like a terabyte itself.
 """
 
 import gzip
@@ -26,13 +26,14 @@ JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 PARQUET_SUFFIX = ".parquet"
 SUFFIXES = (*TEXT_SUFFIXES, *JSON_LINES_SUFFIXES, ".json", *DELIMITERS, PARQUET_SUFFIX)
+ENDINGS = tuple(kind + packed for kind in SUFFIXES for packed in ("", ".gz"))
 DATA = "Text, JSON (lines), CSV or Parquet file, also .gz or hf://datasets/OWNER/NAME/FILE."  # what options say
 _HUB = "hf://"
 _HUB_FILE = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)(?:@([\w.-]+))?(?:/(.+))?", re.ASCII)
 
 
 def source_name(given: Path | str) -> str:
-    """What messages and reports call it."""
+    """Its name in messages and reports."""
     return "standard input" if given == STDIN else str(given)
 
 
@@ -51,22 +52,38 @@ class Prose:
     lines: Iterator[str]
 
 
-def read_source(given: Path | str) -> Rows | Prose:
-    """What a path holds or, for a str, what else a name can be: `-`, standard input, which is JSON lines where it
-    begins with `{`, or hf://datasets/OWNER/NAME[@REVISION][/FILE]. The end of a file's name tells what it holds.
+def read_source(given: Path | str, every_column: bool = False) -> Rows | Prose:
+    """The source for a path or, for a str, also for `-`, standard input, which is JSON lines if it begins with `{`, or
+    for hf://datasets/OWNER/NAME[@REVISION][/FILE]. The suffix of a file's name gives its kind. every_column: also of
+    Parquet files, of which else only those are read that rows to learn from may have.
 
-    DataError: it cannot be read, or is of no kind that is.
+    DataError: it cannot be read, or is of an unsupported kind.
     """
     if given == STDIN:
         return _told_apart(_lines(_stdin(), source_name(given)))
-    path = _from_hub(given) if isinstance(given, str) and given.startswith(_HUB) else Path(given)
-    open_file(path, MAX_DATA_BYTES, DataError).close()  # whether it is there comes before what it is called
-    return _by_suffix(path, Path(path.stem if _is_gzip(path) else path.name).suffix.lower())
+    path = local_file(given)
+    open_file(path, MAX_DATA_BYTES, DataError).close()  # a missing file is reported before an unsupported name
+    return _by_suffix(path, Path(path.stem if _is_gzip(path) else path.name).suffix.lower(), every_column)
 
 
-def _by_suffix(path: Path, suffix: str) -> Rows | Prose:
+def local_file(given: Path | str) -> Path:
+    """Where a source other than standard input lies; a file of the hub is downloaded once. DataError: it cannot be."""
+    return _from_hub(given) if isinstance(given, str) and given.startswith(_HUB) else Path(given)
+
+
+def ending_of(name: str) -> str:
+    """The end of a file's name that says what it holds, `.csv.gz`; `.jsonl` where none does."""
+    return next((ending for ending in ENDINGS if name.lower().endswith(ending)), JSON_LINES_SUFFIXES[0])
+
+
+def is_lines(name: str) -> bool:
+    """Whether its rows are lines, or paragraphs, that can be counted as they arrive."""
+    return not name.endswith((".json", ".gz", PARQUET_SUFFIX))
+
+
+def _by_suffix(path: Path, suffix: str, every_column: bool) -> Rows | Prose:
     if suffix == PARQUET_SUFFIX and not _is_gzip(path):
-        return Rows(parquet_rows(path, MAX_DATA_BYTES))
+        return Rows(parquet_rows(path, MAX_DATA_BYTES, every_column))
     if suffix in DELIMITERS:
         return Rows(csv_rows(_file_lines(path, whole=True), str(path), DELIMITERS[suffix], MAX_LINE_BYTES))
     if suffix in JSON_LINES_SUFFIXES:
@@ -165,18 +182,17 @@ def _from_hub(name: str) -> Path:
         return Path(hf_hub_download(owner_and_name, file, repo_type="dataset", revision=revision))
     except DataError:
         raise
-    except Exception as e:  # the hub library raises a dozen classes, some of them of other libraries
+    except Exception as e:  # the hub library raises a dozen classes, some of them from other libraries
         reason = one_line(str(e).strip().partition("\n")[0])
         raise DataError(f"{name} could not be had from the hub: {reason}.") from e
 
 
 def _only_file(name: str, owner_and_name: str, revision: str | None) -> str:
-    """Of a data set that was named without a file: a data set may be larger than any disk."""
+    """The file of a data set that was named without one; not the whole data set, which may be larger than any disk."""
     from huggingface_hub import list_repo_files
 
-    ends = tuple(s + z for s in SUFFIXES for z in ("", ".gz"))
     every = list_repo_files(owner_and_name, repo_type="dataset", revision=revision)
-    files = [f for f in every if f.lower().endswith(ends) and f != "README.md"]
+    files = [f for f in every if f.lower().endswith(ENDINGS) and f != "README.md"]
     if len(files) != 1:
         held = f"{len(files)} files, such as {files[0]}; add /FILE for one" if files else "no file that is read"
         raise DataError(f"{name} holds {held}.")

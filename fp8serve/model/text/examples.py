@@ -1,4 +1,4 @@
-"""User data: files become examples, examples become token ids with a mask of what to learn.
+"""User data: turns files into examples, and examples into token ids with a mask of those to learn.
 
 Shared by calibration (which reads the ids) and fine-tuning (which also reads the mask), so that both see the same
 tokens as serving does: a prompt is tokenized exactly as a request would be, a conversation goes through the same chat
@@ -6,17 +6,19 @@ template. Only completions and the assistant's turns are learnt; the rest is con
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fp8serve.errors import DataError, Fp8ServeError, one_line, shown
 from fp8serve.model.text.chat_rows import messages_of, tools_of, valid_unicode
 from fp8serve.model.text.conversation import for_template
 from fp8serve.model.text.data_files import Rows, read_source, source_name
 from fp8serve.model.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 PASSAGE_CHARS = 2000  # paragraphs of a text file are joined up to about this: some 500 tokens
 
@@ -31,7 +33,7 @@ class TextExample:
 
 @dataclass(frozen=True)
 class PromptExample:
-    """A prompt and what should follow; only the completion is learnt."""
+    """A prompt and its completion; only the completion is learnt."""
 
     prompt: str
     completion: str
@@ -44,7 +46,7 @@ class ChatExample:
 
     messages: tuple[Mapping[str, Any], ...]
     source: str = ""
-    tools: tuple[Mapping[str, Any], ...] = ()  # those that the assistant may call, as OpenAI's API describes them
+    tools: tuple[Mapping[str, Any], ...] = ()  # functions that the assistant may call, as OpenAI's API describes them
 
 
 Example = TextExample | PromptExample | ChatExample
@@ -59,7 +61,7 @@ class TokenizedExample:
 
 
 def read_examples(sources: Iterable[Path | str]) -> list[Example]:
-    """All examples of all sources (data_files.py), in order: of text passages of whole paragraphs, else one a row.
+    """All examples of all sources (data_files.py), in order: passages of whole paragraphs for text, else one per row.
 
     DataError: a source is missing, empty, of another kind, or has a broken line, which is named by its number.
     """
@@ -69,14 +71,33 @@ def read_examples(sources: Iterable[Path | str]) -> list[Example]:
 def _read(given: Path | str) -> list[Example]:
     name = source_name(given)
     source = read_source(given)
-    found = list(_rows(source, name) if isinstance(source, Rows) else _passages(source.lines, name))
+    found: list[Example]
+    found = _made(source, name, example_of) if isinstance(source, Rows) else list(_passages(source.lines, name))
+    return _some(found, name)
+
+
+def read_rows(
+    given: Path | str, make: Callable[[str | Mapping[str, Any], str], T], prose: str, every_column: bool = False
+) -> list[T]:
+    """`make(row, where)` of all rows of a source (data_files.py, also for `every_column`), in order.
+
+    DataError: the source is missing, empty, has a broken row, or is prose: `prose` says why that is of no use.
+    """
+    source, name = read_source(given, every_column), source_name(given)
+    if not isinstance(source, Rows):
+        raise DataError(f"{name} is prose, which {prose}")
+    return _some(_made(source, name, make), name)
+
+
+def _made(source: Rows, name: str, make: Callable[[str | Mapping[str, Any], str], T]) -> list[T]:
+    return [make(row, f"{name}:{number}") for number, row in source.rows]
+
+
+def _some(found: list[T], name: str) -> list[T]:
+    """DataError when there is none."""
     if not found:
         raise DataError(f"{name} holds no examples; it is empty.")
     return found
-
-
-def _rows(source: Rows, name: str) -> Iterator[Example]:
-    return (example_of(row, f"{name}:{number}") for number, row in source.rows)
 
 
 def _passages(lines: Iterator[str], name: str) -> Iterator[TextExample]:
@@ -92,7 +113,7 @@ def _passages(lines: Iterator[str], name: str) -> Iterator[TextExample]:
 
 
 def _paragraphs(lines: Iterator[str]) -> Iterator[str]:
-    """What empty lines divide."""
+    """The parts between empty lines."""
     for is_text, group in groupby(lines, key=bool):
         paragraph = "\n".join(group)
         if is_text and paragraph.strip():
@@ -101,20 +122,25 @@ def _paragraphs(lines: Iterator[str]) -> Iterator[str]:
 
 def example_of(row: str | Mapping[str, Any], where: str) -> Example:
     """The example of a row, or of a line of JSON; DataError names `where` and what is wrong."""
+    return example_from(object_of(row, where), where)
+
+
+def object_of(row: str | Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """A row, or the object that a line of JSON is; DataError names `where` and what is wrong."""
     if not isinstance(row, str):
-        return example_from(row, where)
+        return row
     try:
         found = json.loads(row)
     except (ValueError, RecursionError) as e:
         raise DataError(f"{where} is not valid JSON: {one_line(e)}.") from None
     if not isinstance(found, dict):
         raise DataError(f"{where} is a JSON {type(found).__name__} where an object was expected.")
-    return example_from(found, where)
+    return found
 
 
 def example_from(row: Mapping[str, Any], where: str = "example") -> Example:
     """One row: exactly one of `text`, `prompt` + `completion`, `messages` with or without `tools`; further columns are
-    notes.
+    ignored.
 
     DataError names `where` and what is wrong.
     """
@@ -176,8 +202,8 @@ def _eos(tokenizer: Tokenizer) -> list[int]:
 
 
 def _tokenize_prompt(example: PromptExample, tokenizer: Tokenizer, most: int | None) -> tuple[list[int], list[bool]]:
-    """The prompt's ids are those a request would have. Where prompt and completion would fuse into one token if
-    tokenized together, they are tokenized apart."""
+    """The prompt's ids are those that a request would have. If tokenizing prompt and completion together would fuse
+    them into one token, they are tokenized apart."""
     prompt = tokenizer.encode_beginning(example.prompt, most)[0]
     if most is not None and len(prompt) > most:
         return prompt, [False] * len(prompt)

@@ -12,7 +12,11 @@ from typing import Any
 
 from fp8serve.errors import DataError, one_line, shown
 
-COLUMNS = ("text", "prompt", "completion", "messages", "tools", "functions")  # what Parquet files are read for
+COLUMNS = (
+    *("text", "prompt", "completion", "messages", "tools", "functions"),
+    *("chosen", "rejected", "input", "preferred_output", "non_preferred_output"),
+)
+"""The columns that are read from Parquet files."""
 MAX_ARRAY_BYTES = 256 << 20  # a JSON array is read whole
 ROWS_AT_ONCE = 256
 
@@ -21,7 +25,7 @@ Numbered = Iterator[tuple[int, Row]]
 
 
 def array_rows(lines: Iterable[str], name: str) -> Numbered:
-    """(number from 1, object) of a JSON array. DataError: it is none, or is too large."""
+    """(number from 1, object) of a JSON array. DataError: it is not an array, or is too large."""
     text = "\n".join(_at_most(MAX_ARRAY_BYTES, lines, name))
     try:
         found = json.loads(text)
@@ -55,10 +59,10 @@ def csv_rows(lines: Iterable[str], name: str, delimiter: str, longest: int) -> N
         raise DataError(f"{name}:{reader.reader.line_num} is not valid CSV: {one_line(e)}.") from None
 
 
-def parquet_rows(path: Path, largest: int) -> Numbered:
-    """(number from 1, row) of a Parquet file, of its COLUMNS alone. largest: bytes, unpacked.
+def parquet_rows(path: Path, largest: int, every_column: bool = False) -> Numbered:
+    """(number from 1, row) of a Parquet file, with only its COLUMNS unless all are wanted. largest: bytes, unpacked.
 
-    DataError: it is none, is larger, or `pyarrow` is not installed.
+    DataError: it is not a Parquet file, is larger, or `pyarrow` is not installed.
     """
     try:
         from pyarrow import ArrowException  # type: ignore[import-untyped,import-not-found,unused-ignore]
@@ -71,7 +75,7 @@ def parquet_rows(path: Path, largest: int) -> Numbered:
             if sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups)) > largest:
                 raise DataError(f"{path} is larger than {largest >> 20} MiB, the most that is read; give less.")
             names = file.schema_arrow.names
-            columns = [name for name in names if name in COLUMNS] or names
+            columns = [name for name in names if every_column or name in COLUMNS] or names
             batches = file.iter_batches(ROWS_AT_ONCE, columns=columns)
             yield from enumerate((_without_nulls(row) for batch in batches for row in batch.to_pylist()), 1)
     except (ArrowException, OSError) as e:

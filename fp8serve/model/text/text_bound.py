@@ -1,11 +1,11 @@
 """The fewest tokens a text can have, from its length alone, so that one too long for a context need not be tokenized.
 
-That number exists only where a token covers a bounded number of characters. It does not where a pre-tokenizer drops
-whitespace, unknown characters fuse into one token, a normalizer strips, or an added token swallows the spaces beside
-it. So every part of the tokenizer is looked up in a list of those that are known to keep characters, with the most that
-it makes into one; with any other, and any that is not known, there is no bound. Characters are code points: a
-byte-level vocabulary writes one symbol for a byte, so an entry of k symbols covers at most k characters. Single
-characters that such a vocabulary has no symbol for vanish without a token; they are not counted.
+Such a bound exists only if a token covers a bounded number of characters. It does not if a pre-tokenizer drops
+whitespace, unknown characters fuse into one token, a normalizer strips, or an added token absorbs the spaces beside it.
+So every part of the tokenizer is looked up in a list of parts that are known to keep characters, with the most
+characters that it joins into one. With any other part there is no bound. Characters are code points: a byte-level
+vocabulary writes one symbol for a byte, so an entry of k symbols covers at most k characters. Single characters that
+such a vocabulary has no symbol for vanish without a token; they are not counted.
 """
 
 import json
@@ -18,26 +18,26 @@ from tokenizers import models, pre_tokenizers
 
 BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
 
-# Most code points that become one. Canonical composition joins at most four; the longest compatibility decomposition
-# (U+FDFA) has eighteen.
+# The most code points that become one. Canonical composition joins at most four; the longest compatibility
+# decomposition (U+FDFA) has eighteen.
 _NORMALIZERS = {"NFC": 4, "NFD": 1, "NFKC": 18, "NFKD": 1, "Lowercase": 1, "Prepend": 1, "ByteLevel": 1}
 _KEEPING = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"})
 
 
 @dataclass(frozen=True)
 class TextBound:
-    """A token covers at most `characters` characters of a text; those in `lost` need none."""
+    """A token covers at most `characters` characters of a text; characters in `lost` may leave no token."""
 
     characters: int
     lost: str = ""
 
     def fewest_tokens(self, text: str) -> int:
-        """Every encoding of `text` has at least so many tokens."""
+        """Every encoding of `text` has at least this many tokens."""
         return -(-(len(text) - sum(map(text.count, self.lost))) // self.characters)
 
 
 def text_bound(backend: tokenizers.Tokenizer) -> TextBound | None:
-    """None where no bound is certain."""
+    """None if no bound is certain."""
     steps, splits = _described(backend.normalizer), _described(backend.pre_tokenizer)
     shrinks = [_shrink(step) for step in steps]
     lost = _lost(backend, steps + splits)

@@ -2,7 +2,7 @@
 
 Incremental decoding. Token texts do not simply concatenate: one character may span several tokens, and SentencePiece
 vocabularies drop a leading space only at the very start. So a stream decodes a small window that starts at the last
-token whose text was given out, and gives out what is new. What is not settled is held back:
+token whose text was given out, and gives out the new text. Text that may still change is held back:
   * byte-level BPE: a last U+FFFD may be the start of a character; everything before it is settled;
   * byte fallback (`<0xE4>` tokens): a run of byte tokens is decoded as a whole, all or nothing, so all of it is held
     until a token of another kind comes.
@@ -23,10 +23,12 @@ from fp8serve.model.text.chat import NOTHING, ChatTemplate, Message
 from fp8serve.model.text.text_bound import TextBound, text_bound
 from fp8serve.model.text.turns import Markers, Span, assistant_spans
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+"""What is read of a directory, besides the tokens that end a sequence."""
 MAX_TEMPLATE_BYTES = 4 * 1024 * 1024  # the longest published template has 20 KB
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-_CHARS_PER_TOKEN, _MARGIN = 8, 64  # at most on average, of most texts; how far a cut may change the tokens before it
+_CHARS_PER_TOKEN, _MARGIN = 8, 64  # the most on average, for most texts; how far a cut may change the tokens before it
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -61,7 +63,7 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, model_dir: Path | str, today: date | None = None) -> "Tokenizer":
-        """`today` is the date that the chat template is told; None: the machine's.
+        """`today` is the date that the chat template gets; None: the machine's.
 
         ModelError: the directory has no tokenizer.json, or one of its tokenizer files is damaged.
         """
@@ -89,12 +91,17 @@ class Tokenizer:
         return cls(backend, special, template, _eos_ids(model_dir))
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token and its id."""
+        return dict(self._backend.get_vocab(with_added_tokens=True))
+
+    @property
     def has_chat_template(self) -> bool:
         return self._template is not None
 
     @property
     def template_text(self) -> str | None:
-        """The chat template as it is written."""
+        """The source of the chat template."""
         return None if self._template is None else self._template.source
 
     @property
@@ -104,11 +111,11 @@ class Tokenizer:
 
     @property
     def special_texts(self) -> frozenset[str]:
-        """Tokens that are left out of text unless it is asked for them."""
+        """Tokens that are left out of text unless they are requested."""
         return self._markers.special
 
     def fewest_tokens(self, text: str) -> int:
-        """A number of tokens that `text` has at least, from its length alone; 0 where that says nothing."""
+        """A lower bound for the number of tokens of `text`, from its length alone; 0 if there is none."""
         return 0 if self._bound is None else self._bound.fewest_tokens(text)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -116,9 +123,9 @@ class Tokenizer:
         return self.encode_with_offsets(text, add_special_tokens)[0]
 
     def encode_pair(self, text: str, second: str | None = None, most: int | None = None) -> tuple[list[int], list[int]]:
-        """Ids of a text, or of two as the model reads a pair; and which of the two each is of, 0 or 1.
+        """Ids of a text, or of two as the model reads a pair; and for each id its text, 0 or 1.
 
-        most: tokens in all, of which the special ones around a text are never cut.
+        most: the limit of tokens in all; special ones around a text are never cut.
         """
         for part in (text, second or ""):
             _check_unicode(part)
@@ -133,22 +140,22 @@ class Tokenizer:
         return encoding.ids, encoding.type_ids
 
     def special_count(self, *, is_pair: bool) -> int:
-        """How many tokens stand around a text, or around a pair of texts and between them."""
+        """The number of tokens around a text, or around and between a pair of texts."""
         return self._backend.num_special_tokens_to_add(is_pair)
 
     def beginning(self, text: str, most: int) -> str:
-        """So much of `text` as its first `most` tokens stand for."""
+        """The beginning of `text` that its first `most` tokens cover."""
         ids, offsets = self.encode_beginning(text, most, add_special_tokens=False)
         return text if len(ids) <= most else text[: offsets[most - 1][1]]
 
     def first_of(self, ids: list[int], most: int) -> list[int]:
-        """The first `most`; what is cut off is the end, but for the special token with which a text ends."""
+        """The first `most`; the end is cut off, except for the special token with which a text ends."""
         if len(ids) <= most:
             return ids
         return ids[: most - 1] + ids[-1:] if ids[-1] in self.special_ids else ids[:most]
 
     def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> tuple[list[int], list[Span]]:
-        """Ids and, for each, the characters [start, end) of `text` that it stands for; (0, 0) for added ones."""
+        """Ids and, for each, the characters [start, end) of `text` that it covers; (0, 0) for added ones."""
         _check_unicode(text)
         encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         return encoding.ids, encoding.offsets
@@ -156,10 +163,10 @@ class Tokenizer:
     def encode_beginning(
         self, text: str, tokens: int | None, add_special_tokens: bool = True
     ) -> tuple[list[int], list[Span]]:
-        """As `encode_with_offsets`, of so much of `text` as gives the first `tokens`; None: of all.
+        """As `encode_with_offsets`, for the part of `text` that gives the first `tokens`; None: for all of it.
 
-        A tokenizer needs some 200 bytes for a character, so a book is not tokenized for its first page. What is
-        returned may end after the first `tokens` and before the text.
+        A tokenizer needs about 200 bytes per character, so a whole book is not tokenized for its first page. The result
+        may end after the first `tokens` and before the end of the text.
         """
         if tokens is None:
             return self.encode_with_offsets(text, add_special_tokens)
@@ -169,7 +176,7 @@ class Tokenizer:
         return (found.ids, found.offsets) if whole else (found.ids[: tokens + 1], found.offsets[: tokens + 1])
 
     def _beginning(self, text: str, tokens: int, add_special_tokens: bool) -> tokenizers.Encoding:
-        """Of the whole text, or of so much of it as gives more than `tokens`."""
+        """For the whole text, or for a part that gives more than `tokens`."""
         chars = (tokens + _MARGIN) * _CHARS_PER_TOKEN
         while chars < len(text):
             found = self._backend.encode(text[:chars], add_special_tokens=add_special_tokens)
@@ -206,7 +213,7 @@ class Tokenizer:
         alone = self.token_text(token_id)
         if token_id in self._byte_ids:
             return b"" if first and not alone else bytes([int(piece[3:5], 16)])
-        # a leading space is lost at the start of a text and nowhere else: what a second one adds is the whole token
+        # a leading space is lost only at the start of a text: the text that a second such token adds is the whole token
         return (alone if first else self.decode([token_id] * 2, skip_special_tokens=False)[len(alone) :]).encode()
 
     def stream(self, skip_special_tokens: bool = True) -> "IncrementalDecoder":
@@ -220,7 +227,7 @@ class Tokenizer:
         return self._require_template().render(messages, add_generation_prompt, variables=variables)
 
     def encode_chat(self, messages: list[Message], add_generation_prompt: bool = True) -> list[int]:
-        """Ids of the rendered conversation. The template writes BOS itself where the model wants one: none is added."""
+        """Ids of the rendered conversation. The template writes BOS itself if the model needs one, so none is added."""
         return self.encode(self.chat(messages, add_generation_prompt), add_special_tokens=False)
 
     def assistant_spans(
@@ -240,8 +247,8 @@ class Tokenizer:
 
 
 def shares(lengths: Sequence[int], room: int) -> list[int]:
-    """How many tokens of one text, or of each of two, are kept in `room`: the longer one of two loses its end first, as
-    tokenizers has it ("longest_first")."""
+    """How many tokens of one text, or of each of two, fit into `room`: of two the longer one is shortened first, as in
+    tokenizers ("longest_first")."""
     if len(lengths) == 1 or sum(lengths) <= room:
         return [min(length, room) for length in lengths]
     short = min(lengths)
@@ -257,7 +264,7 @@ def _check_unicode(text: str) -> None:
 
 
 class IncrementalDecoder:
-    """Ids in one by one, settled text out; see the module's first page for what is held back."""
+    """Takes ids one by one and gives settled text; the module's docstring says which text is held back."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
@@ -281,7 +288,7 @@ class IncrementalDecoder:
         return new
 
     def flush(self) -> str:
-        """What was held back, at the end of the answer; the decoder is then as new."""
+        """The text held back, at the end of the answer; resets the decoder."""
         rest = self._text()[self._sent :] if self._window else ""
         self._window, self._context, self._sent = [], 0, 0
         return rest
@@ -307,7 +314,8 @@ _BYTE_SYMBOLS = _byte_symbols()
 
 
 def _byte_level_bytes(piece: str) -> bytes:
-    """As the decoder reads a piece: a word with a character that stands for no byte was added, and is plain text."""
+    """Reads a piece as the decoder does: a word with a character that stands for no byte is an added token, and plain
+    text."""
     if all(symbol in _BYTE_SYMBOLS for symbol in piece):
         return bytes(_BYTE_SYMBOLS[symbol] for symbol in piece)
     return piece.encode()

@@ -1,8 +1,8 @@
-"""Tools for a chat template that knows none, in the form that Hermes and Qwen models are trained on.
+"""Tools for a chat template that does not support them, in the form that Hermes and Qwen models are trained on.
 
-The tools are described in the system message; calls of the past are written as the model is asked to write new ones,
-`<tool_call>{...}</tool_call>`. Their results come back in a turn of the user, in plain words: a model that was not
-trained on `<tool_response>` repeats it instead of using it.
+The system message describes the tools. Earlier calls are written in the form that the model is asked to use,
+`<tool_call>{...}</tool_call>`. Their results come in a user turn, in plain words, because a model that was not trained
+on `<tool_response>` repeats it instead of using it.
 """
 
 import json
@@ -25,7 +25,7 @@ To call a function, write a JSON object with its name and its arguments between 
 
 
 def with_tools(messages: list[Message], tools: list[dict[str, Any]] | None, knows_calls: bool = False) -> list[Message]:
-    """The conversation in messages of system, user and assistant alone. `tools`: as OpenAI's API describes them.
+    """The conversation in messages of only system, user and assistant. `tools`: as OpenAI's API describes them.
 
     `knows_calls`: calls and results can be written as they are.
     """
@@ -41,7 +41,7 @@ def with_tools(messages: list[Message], tools: list[dict[str, Any]] | None, know
 
 
 def _described(messages: list[Message], tools: list[dict[str, Any]]) -> list[Message]:
-    """With the tools behind what the system message says already."""
+    """The messages with the tools after the text of the system message."""
     text = DESCRIPTION.format(tools="\n".join(_json(tool) for tool in tools))
     if messages and messages[0].get("role") == "system":
         first = messages[0] | {"content": f"{messages[0].get('content') or ''}\n\n{text}".lstrip()}

@@ -1,19 +1,19 @@
 """Which characters of a rendered conversation the assistant wrote. No torch here.
 
-Words are never searched for: a user may say the same ones. Where the template has `{% generation %}` blocks, they say
-it. Otherwise the conversation is rendered twice, as it is and with a *stand-in* for every text in its messages: private
-characters around a number drawn at random, so that no message can hold one and each tells which message it came from.
-When putting the texts back in the place of their stand-ins gives the first rendering, character by character, then
-their places in it are known; a text may stand inside JSON there, as the arguments of a call do. Where the template
-trims texts that does not pass, and white space around them stays as it is; where it treats some words specially (drops
-what stands before `</think>`), texts are cut at the constants of the template's own source, which stay. What passes in
-no way is refused.
+The assistant's words are never searched for, because a user may write the same ones. If the template has `{% generation
+%}` blocks, these mark them. Otherwise the conversation is rendered twice, as it is and with a *stand-in* for every text
+in its messages: private-use characters around a random number, so that no message can contain one and each identifies
+its message. If replacing the stand-ins by their texts gives the first rendering, character by character, the places of
+the texts in it are known; a text may be inside JSON, as the arguments of a call are. If the template trims texts, this
+comparison fails, and it is repeated with the white space around texts left in place. If the template treats some words
+specially (drops the text before `</think>`), texts are split at the constants of the template's own source, which stay.
+A conversation for which no comparison succeeds is refused.
 
-A turn begins where the generation prompt ends (so it holds what the template lets an assistant say before its words,
-such as Qwen3's empty reasoning), or at its first word in a template without one. It ends with what the template writes
-after it whatever follows, up to the first end-of-sequence token and without white space behind it: a server stops
-there, so nothing further is learnt. A turn that calls tools must begin with what asks for it, to the character.
-Cost: three to seven renderings of a conversation, and two more for a turn with calls.
+A turn begins where the generation prompt ends, so it includes text that the template puts before the assistant's words,
+such as Qwen3's empty reasoning. In a template without a generation prompt it begins at the turn's first word. It ends
+with the text that the template writes after every turn, up to the first end-of-sequence token and without white space
+after it: a server stops there, so nothing further is learnt. A turn that calls tools must begin with exactly the
+generation prompt. Cost: three to seven renderings of a conversation, and two more for a turn with calls.
 """
 
 import json
@@ -33,12 +33,13 @@ _Render = Callable[..., str]  # ChatTemplate.render with its variables
 _KEPT = ("role", "type", "id", "tool_call_id")  # keys of a message whose values a template compares or checks
 _DIGITS = "".join(
     chr(0xE100 + i) for i in range(16)
-)  # private use: no template's upper(), strip() or title() changes it
+)  # private-use characters, which no template's upper(), strip() or title() changes
 
 
 @dataclass(frozen=True)
 class Markers:
-    """Texts of the tokenizer that end or structure turns. end: those that end a sequence. special: all, `end` too."""
+    """Texts of the tokenizer that end or structure turns. end: those that end a sequence. special: all, including
+    `end`."""
 
     end: frozenset[str] = frozenset()
     special: frozenset[str] = frozenset()
@@ -87,7 +88,7 @@ def _marked(
 
 
 def _without(view: "_View | None", skip: Collection[int], text: str, spans: list[Span]) -> list[Span]:
-    """The spans but those of skipped messages, which stand-ins tell apart."""
+    """The spans without those of skipped messages, which stand-ins identify."""
     owners = [{p.owner for p in view.pieces if a <= p.start and p.end <= b} for a, b in spans] if view else []
     if view is None or view.text != text or any(len(o) != 1 for o in owners):
         raise RequestError(
@@ -102,7 +103,7 @@ def _without(view: "_View | None", skip: Collection[int], text: str, spans: list
 
 @dataclass(frozen=True)
 class _Piece:
-    """Text of message `owner`, at [start, end) of the rendering. lead: what the template's own constants had before."""
+    """Text of message `owner`, at [start, end) of the rendering. lead: the template's own constants before it."""
 
     owner: int
     start: int
@@ -112,8 +113,8 @@ class _Piece:
 
 @dataclass
 class _View:
-    """A rendering whose pieces are known. tail: what stands behind the last stand-in, dummies: the messages with
-    stand-ins, pattern: what a stand-in looks like."""
+    """A rendering whose pieces are known. tail: the text after the last stand-in, dummies: the messages with stand-ins,
+    pattern: the form of a stand-in."""
 
     text: str
     pieces: list[_Piece]
@@ -124,7 +125,7 @@ class _View:
 
 @dataclass
 class _Writer:
-    """Makes stand-ins; remembers the message, the text and what was before it for each."""
+    """Makes stand-ins; stores the message, the text and the text before it for each."""
 
     nonce: str = field(default_factory=lambda: _private(secrets.token_hex(8)))
     known: list[tuple[int, str, str]] = field(default_factory=list)
@@ -141,13 +142,13 @@ class _Writer:
         return self.stand_in(owner, text, "")
 
     def trimmed(self, owner: int, text: str) -> str:
-        """A stand-in for the text without the white space around it, which stays."""
+        """A stand-in for the text without the white space around it, which is kept."""
         core = text.strip()
         before, after = text.split(core, 1) if core else (text, "")
         return before + self.stand_in(owner, core, before) + after
 
     def cut(self, owner: int, text: str, constants: re.Pattern[str], trim: bool) -> str:
-        """Stand-ins for what lies between the constants; blank parts stay."""
+        """Stand-ins for the text between the constants; blank parts stay."""
         parts, lead = [], ""
         for part in constants.split(text):
             kept = not part.strip() or constants.fullmatch(part)
@@ -163,7 +164,7 @@ def _private(digits: str) -> str:
 
 
 def _stand_in(template: ChatTemplate, render: _Render, messages: list[Message]) -> _View | None:
-    """Where the texts of `messages` stand; None when that cannot be made certain."""
+    """The places of the texts of `messages`; None when they are not certain."""
     text = render(messages, add_generation_prompt=False)
     constants = _constants(template)
     cuts = [partial(_Writer.cut, constants=constants, trim=trim) for trim in (False, True)]
@@ -176,7 +177,7 @@ def _stand_in(template: ChatTemplate, render: _Render, messages: list[Message]) 
 
 
 def _constants(template: ChatTemplate) -> re.Pattern[str]:
-    """What the template may look for in a message: its constants that are more than words, the longest first."""
+    """The texts that the template may look for in a message: its constants other than plain words, longest first."""
     marks = {c.strip() for c in template.constants}
     found = sorted((m for m in marks if len(m) > 1 and not m.replace("_", "").isalnum()), key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, found)) or '(?!)'})")
@@ -261,7 +262,7 @@ class _Turns:
         return piece.start - (len(piece.lead) if piece.lead.strip() and literal.endswith(piece.lead) else 0)
 
     def _stop(self, index: int) -> int:
-        """Behind what stands after this turn and after the last one alike, or behind an end-of-sequence token."""
+        """The end of the text that follows both this turn and the last one, or the end of an end-of-sequence token."""
         after, stop = self._behind(index), self._view.pieces[index].end
         literal = after.lstrip()  # white space may be the message's own
         begin = stop + len(after) - len(literal)
@@ -269,11 +270,11 @@ class _Turns:
         if alike:
             end = self._end.search(alike)
             return begin + (end.end() if end else len(alike))
-        first = self._special.search(literal)  # a turn that closes otherwise than the last one, as after tool calls
+        first = self._special.search(literal)  # a turn that does not end like the last one, as after tool calls
         return begin + first.end() if first and self._end.fullmatch(first[0]) else stop
 
     def _around_calls(self, number: int, first: int, last: int) -> Span:
-        """What message `number` adds to the conversation before it, up to an end-of-sequence token."""
+        """The text that message `number` adds to the conversation before it, up to an end-of-sequence token."""
         view = self._view
         begin = view.pieces[first - 1].end if first else 0
         asked = self._asked(number, view.text[begin : view.pieces[first].start])
@@ -297,7 +298,7 @@ class _Turns:
         return text[pieces[index].end : pieces[index + 1].start if index + 1 < len(pieces) else len(text)]
 
     def _alike(self, one: str, two: str) -> str:
-        """What both begin with, special tokens whole."""
+        """The common beginning of both, with whole special tokens."""
         pairs = enumerate(zip(one, two, strict=False))
         size = next((i for i, (a, b) in pairs if a != b), min(len(one), len(two)))
         for text in (one, two):
@@ -305,22 +306,22 @@ class _Turns:
         return one[:size]
 
     def _generation_prompt(self) -> str:
-        """What asking for an answer adds behind the last text of the conversation."""
+        """The text that a request for an answer adds after the last text of the conversation."""
         try:
             asked = self._tail(self._view.dummies, add_generation_prompt=True)
-        except RequestError:  # some do not answer an assistant
+        except RequestError:  # some templates refuse to answer an assistant
             return ""
         return asked[len(self._alike(asked, self._view.tail)) :]
 
     def _closing_tail(self) -> str:
-        """What ends the assistant's last turn of mere words in a conversation that it ends."""
+        """The end of the assistant's last turn without calls, in a conversation that ends with it."""
         last = next((i for i in reversed(self._assistants) if not self._messages[i].get("tool_calls")), None)
         if last is None:
             return ""
         return self._view.tail if last == len(self._messages) - 1 else self._tail(self._view.dummies[: last + 1])
 
     def _tail(self, dummies: list[Message], add_generation_prompt: bool = False) -> str:
-        """What the template writes behind the last text."""
+        """The text that the template writes after the last text."""
         return self._view.pattern.split(self._render(dummies, add_generation_prompt))[-1]
 
 

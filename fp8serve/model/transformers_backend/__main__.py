@@ -1,6 +1,6 @@
 """The other side of config/asking.py: one question from stdin, its answer on stdout, both JSON.
 
-Written are the fields that have no default or another value than that, so that whoever reads them makes the same
+It writes the fields without a default and those that differ from their default, from which the reader makes the same
 `ModelConfig`.
 """
 

@@ -1,8 +1,8 @@
-"""Attention of transformers' classes, handed to whoever runs the pass.
+"""Passes the attention of transformers' classes to the caller of a pass.
 
-A class calls the function that is registered under the name in its configuration. Ours passes each call on to the one
-that `answering` has named for this thread of execution, with the number of the call: in every pass the layers come in
-the same order.
+A class calls the function that is registered under the name in its configuration. Ours passes each call, with its
+number, on to the function that `answering` has set for this thread of execution: in every pass the layers come in the
+same order.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ def attention(
 
 
 class Mask(Tensor):
-    """What a class hands from where it makes masks to attention: `sees`, the mask as a function of two positions."""
+    """What a class's mask code passes to attention: `sees`, the mask as a function of two positions."""
 
     sees: Seen
 

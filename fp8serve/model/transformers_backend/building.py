@@ -29,7 +29,7 @@ def build(config_json: str, attention: str, dtype: torch.dtype = torch.bfloat16)
         config = AutoConfig.for_model(**{key: value for key, value in raw.items() if key != "quantization_config"})
         with _parameters_on_meta():
             model = from_config(config, attn_implementation=attention, dtype=dtype)
-    except Exception as problem:  # transformers raises what its classes happen to raise
+    except Exception as problem:  # transformers' classes may raise anything
         text = " ".join(str(problem).split())
         raise ModelError(f"transformers does not build {_name(raw)}: {text[:300].removesuffix('.')}.") from problem
     check_mixture(model, raw["model_type"], _name(raw))
@@ -39,7 +39,7 @@ def build(config_json: str, attention: str, dtype: torch.dtype = torch.bfloat16)
 
 
 def check(model: Any, name: str) -> None:
-    """ModelError for a class in which tokens meet outside attention, or which multiplies in a way of its own."""
+    """ModelError for a class in which tokens interact outside attention, or which has other matrix products."""
     from transformers.pytorch_utils import Conv1D
 
     matrices = (nn.Linear, nn.Embedding, Conv1D)
@@ -48,7 +48,7 @@ def check(model: Any, name: str) -> None:
     routers = in_mixtures(model)
     for path, module in model.named_modules():
         if any(path == router or path.startswith(f"{router}.") for router in routers):
-            continue  # which keep what multiplies in high precision
+            continue  # which keep their weights in high precision
         for leaf, parameter in module.named_parameters(recurse=False):
             if parameter.dim() > 2 or (parameter.dim() == 2 and not isinstance(module, matrices)):
                 raise ModelError(
@@ -70,7 +70,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
-        if parameter is not None and not parameter.is_meta:  # one that is there already is shared: tied
+        if parameter is not None and not parameter.is_meta:  # a parameter that is there already is tied
             module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
     modules.register_parameter = on_meta

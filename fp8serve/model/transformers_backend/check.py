@@ -1,11 +1,12 @@
-"""A model that was just loaded, held to its class: two short sequences, packed by us and one by one by transformers.
+"""Compares a newly loaded model with its class: two short sequences, packed by us and one by one by transformers.
 
-By this a class is found out in which a token reads another than by attention, whose positions come from elsewhere, or
-that does something to logits behind its last layer. Rounding and FP8 scales that two sequences share leave a few
-percent; a term that is missing leaves more.
+The comparison detects a class in which tokens interact outside attention, which takes positions from elsewhere, or
+which changes logits after its last layer. Rounding, and FP8 scales that two sequences share, cause differences of a few
+percent; a missing term causes more.
 
-In a mixture rounding sends a token that is between two experts to the other, which says something else. So our pass is
-given the experts that the class chose, and every token is compared; most of its own choices must be the same.
+In a mixture, rounding may send a token that is nearly undecided between two experts to the other one, whose output
+differs. So our pass gets the experts that the class chose, and every token is compared; most of our own choices must be
+the same.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,15 +24,15 @@ from fp8serve.model.transformers_backend.attention import SERVED
 from fp8serve.model.transformers_backend.network import TransformersModel
 
 LENGTHS = [5, 9]
-TOLERANCE = 0.2  # of the norm of a token's hidden state
-MOST = 0.5  # of the choices of experts
+TOLERANCE = 0.2  # relative to the norm of a token's hidden state
+MOST = 0.5  # fraction of the choices of experts
 Choice = tuple[Tensor, Tensor]  # (experts, their weights), as a mixture's experts are called with
 Hook = Callable[[nn.Module, Any], Any]
 
 
 @torch.no_grad()
 def check_against_class(model: TransformersModel) -> None:
-    """ModelError: the class computes something else."""
+    """ModelError: the class computes something different."""
     name, device = model.config.architecture, model.embedding.weight.device
     ids = torch.randint(model.config.vocab_size, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
     sequences = list(torch.split(ids.to(device), LENGTHS))
@@ -51,7 +52,7 @@ def check_against_class(model: TransformersModel) -> None:
 
 @contextmanager
 def _hooked(model: TransformersModel, hook: Callable[[str], Hook]) -> Iterator[None]:
-    """Inside, the experts of every mixture are called by way of a hook of their own."""
+    """Inside the context, the experts of every mixture are called through a hook."""
     hooks = [experts.register_forward_pre_hook(hook(name)) for name, experts in mixtures(model).items()]
     try:
         yield
@@ -61,7 +62,7 @@ def _hooked(model: TransformersModel, hook: Callable[[str], Hook]) -> Iterator[N
 
 
 def _imposing(choices: list[Choice], agree: list[Tensor]) -> Hook:
-    """Puts the choices of all sequences in the place of those of one pass, and notes which are the same."""
+    """Replaces the choices of one pass by those of all sequences, and records which are the same."""
     chosen, weights = (torch.cat(parts) for parts in zip(*choices, strict=True))
 
     def hook(module: nn.Module, args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,7 +83,7 @@ def _ours(model: TransformersModel, sequences: list[Tensor]) -> Tensor:
 
 
 def _theirs(model: TransformersModel, sequence: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(hidden states, what the head makes of them, logits) by the class alone."""
+    """(hidden states, the head's output for them, logits) by the class alone."""
     built: Any = model.whole[0]
     seen: list[tuple[Tensor, Tensor]] = []
     hook = model.head.register_forward_hook(lambda module, args, out: seen.append((args[0], out)))

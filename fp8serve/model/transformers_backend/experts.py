@@ -1,13 +1,13 @@
-"""Experts of transformers' classes, which stack them in two parameters, taken apart: linear layers that FP8 may run.
+"""Splits the experts that transformers' classes stack in two parameters into linear layers that FP8 may run.
 
     P.experts.gate_up_proj [E, 2 I, H]   ->  P.experts.0.gate_proj, P.experts.0.up_proj, ...
     P.experts.down_proj    [E, H, I]     ->  P.experts.0.down_proj, ...
 
-The class's router stays and is called as it is; what it chose is computed as in our own mixtures (network/experts.py).
-The linear layers have the names that files give them: transformers knows those, because it stacks them as it loads.
+The class's router is called as it is; the chosen experts are computed as in our own mixtures (network/experts.py). The
+linear layers have their names in files: transformers knows these, because it stacks experts when it loads them.
 
-Which experts a token reaches, and how their answers are added up, is said by every class in words of its own, so a
-mixture is computed only if its model type is one of `TESTED`; all others are refused.
+Every class has its own code for the choice of experts and the sum of their outputs, so a mixture is computed only if
+its model type is one of `TESTED`; all others are refused.
 """
 
 import re
@@ -34,23 +34,27 @@ class ClassExpert(Expert):
     def __init__(self, leaves: Leaves, hidden: int, size: int, activation: Callable[[Tensor], Tensor]) -> None:
         nn.Module.__init__(self)
         self.names = leaves
-        self._activation = (activation,)  # in a tuple, for it may be a module, and is every expert's
+        self._activation = (activation,)  # in a tuple, because it may be a module, which all experts share
         for leaf, sizes in zip(leaves, ((hidden, size), (hidden, size), (size, hidden)), strict=True):
             self.register_module(leaf, nn.Linear(*sizes, bias=False, device="meta"))
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
         return self._activation[0](gate) * up
 
+    @property
+    def is_silu(self) -> bool:
+        """False: what the class's activation is, it alone knows."""
+        return False
+
 
 class ClassExperts(Experts):
     """Called as the class calls its own."""
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """x [T, hidden], chosen int64 [T, k] in any order, weights [T, k]."""
-        if x.is_meta:  # of the trial, in which nobody knows how many rows an expert has
+        """As `Experts`."""
+        if x.is_meta:  # in the trial it is unknown how many rows an expert has
             return torch.empty_like(x)
-        chosen, order = chosen.sort(-1)
-        return super().forward(x, chosen, weights.gather(-1, order))
+        return super().forward(x, chosen, weights)
 
 
 def check_mixture(model: nn.Module, model_type: str, name: str) -> None:
@@ -64,7 +68,7 @@ def check_mixture(model: nn.Module, model_type: str, name: str) -> None:
 
 
 def take_apart(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replace all experts of `model` that are made as most are: gate beside up, no biases, nothing transposed."""
+    """Replace all experts of `model` that have the usual form: gate beside up, no biases, nothing transposed."""
     leaves = _leaves(model)
     found = {name: module for name, module in model.named_modules() if leaves and _is_plain(module)}
     for name, module in found.items():
@@ -85,7 +89,7 @@ def in_mixtures(model: nn.Module) -> set[str]:
 
 
 def _leaves(model: Any) -> Any:
-    """What files call the linear layers of an expert; None where they hold no single ones."""
+    """The names of an expert's linear layers in files; None where files hold no single experts."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     found = {}
@@ -114,7 +118,7 @@ def _routers(block: nn.Module) -> Iterator[nn.Module]:
 
 
 def _by_rows(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward`, in which no row of a product depends on others: the choice of experts must not."""
+    """`forward` with products whose rows do not depend on each other, because the choice of experts must not."""
 
     def routed(*args: Any, **kwargs: Any) -> Any:
         with _RowByRow():

@@ -1,7 +1,7 @@
-"""The tensors of a file by the names that they have in transformers' class.
+"""The tensors of a file under their names in transformers' class.
 
 Files may have other names: those of the model before transformers renamed a module, or those of the class without its
-head. transformers keeps a list of such names, which is followed here. What a class leaves unread in files is left out.
+head. This module follows transformers' list of such names. Tensors that a class does not read from files are left out.
 """
 
 import re
@@ -55,7 +55,7 @@ def _renames(built: Any, keys: Iterable[str]) -> Iterable[Rename]:
             several = targets if len(targets) == len(sources) else targets * len(sources)
             yield from map(_rename, sources, several)
         elif all(target.endswith(STACKS) for target in conversion.target_patterns):
-            continue  # experts are read one by one, as they lie in the file
+            continue  # experts are read one by one, as they are in the file
         elif found := next((k for k in keys for p in conversion.source_patterns if re.search(p, k)), None):
             name = type(built).__name__
             raise ModelError(f"The file of {name} holds {found}, which transformers converts; a model is "

@@ -1,8 +1,8 @@
 """A class of transformers with the interface of our decoder (decoder.py).
 
-Modules and parameters have the names that they have in the class, and so in files. Its linear layers may be replaced by
-ours, in place. Attention comes back to the caller of the pass, layer by layer, with queries and keys that are turned
-already: the rotation that is handed on with them turns nothing.
+Modules and parameters have their names in the class, and so in files. Its linear layers may be replaced by ours, in
+place. Attention returns to the caller of the pass, layer by layer, with queries and keys that are already rotated: the
+rotation that is passed along with them does nothing.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,10 +32,10 @@ class TransformersModel(nn.Module):
         self.config = config
         self._class = cast(TransformersClass, config.computed_by)
         built: Any = build(self._class.config_json, SERVED, dtype)
-        self.transposed = as_linears(built)  # whose weights lie transposed in files
+        self.transposed = as_linears(built)  # whose weights are transposed in files
         for name, child in built.named_children():
             self.add_module(name, child)
-        self.whole = (built,)  # in a tuple, for its modules are already ours
+        self.whole = (built,)  # in a tuple, because its modules are already registered
         self._base = str(built.base_model_prefix)
         self.head_name = _name_of(built, built.get_output_embeddings())
         self._embedding_name = _name_of(built, built.get_input_embeddings())
@@ -43,7 +43,7 @@ class TransformersModel(nn.Module):
         self._linears = [n for n, m in built.named_modules() if isinstance(m, nn.Linear) and n not in kept]
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, last: Tensor | None = None) -> Tensor:
-        """See Decoder.forward. All rows are computed; given are those of `last`."""
+        """See Decoder.forward. All rows are computed, and those of `last` are returned."""
 
         def answer(layer: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: Any) -> Tensor:
             heads = cast(tuple[Tensor, Tensor, Tensor], tuple(t[0].transpose(0, 1).contiguous() for t in (q, k, v)))
@@ -66,7 +66,7 @@ class TransformersModel(nn.Module):
 
     @property
     def parts(self) -> Sequence[nn.Module]:
-        """See Decoder.parts: the whole is one."""
+        """See Decoder.parts: the whole model is one part."""
         return [self]
 
     def enter(self, token_ids: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""GPT-2's `Conv1D`: a linear layer whose weight lies transposed in files, [in, out].
+"""GPT-2's `Conv1D`: a linear layer whose weight is transposed in files, [in, out].
 
-In memory it is a linear layer like any other, so FP8, calibration and training know nothing new. A weight, and a matrix
-of scales that belongs to it, is turned as it is read (turned_files.py) and, in export.py, as it is written.
+In memory it is a linear layer like any other, so FP8, calibration and training need nothing new. A weight and its
+matrix of scales are transposed when they are read (turned_files.py) and written (export.py).
 """
 
 from collections.abc import Collection, Mapping
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def as_linears(model: nn.Module) -> frozenset[str]:
-    """Put a linear layer without weights in the place of every Conv1D of `model`; their names."""
+    """Replace every Conv1D of `model` by a linear layer without weights; returns their names."""
     from transformers.pytorch_utils import Conv1D
 
     found = {name: module for name, module in model.named_modules() if isinstance(module, Conv1D)}
@@ -23,7 +23,7 @@ def as_linears(model: nn.Module) -> frozenset[str]:
 
 
 def turned(tensors: Mapping[str, Tensor], linears: Collection[str]) -> dict[str, Tensor]:
-    """The tensors of a model as files have them, or back: the weights of `linears` turned."""
+    """The tensors of a model as files have them, or back: the weights of `linears` are transposed."""
     return {
         n: t.t().contiguous() if n.rpartition(".")[0] in linears and t.dim() == 2 else t for n, t in tensors.items()
     }

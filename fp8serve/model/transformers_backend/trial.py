@@ -1,8 +1,8 @@
-"""What a class of transformers asks of attention: found by one pass on "meta", where shapes are all that is computed.
+"""Finds what a class of transformers asks of attention, by one pass on "meta", which computes only shapes.
 
-Windows are read from the masks that the class makes: transformers builds every mask by a function of two positions, and
-that is held to "causal" and to "causal, with a window". A class whose masks are something else, or that attends without
-transformers' interface, is refused: its answers would be wrong.
+Windows are read from the class's masks: transformers builds every mask with a function of two positions, which is
+compared with "causal" and with "causal, with a window". A class with other masks, or one that attends without
+transformers' interface, is refused, because its answers would be wrong.
 """
 
 import json
@@ -116,7 +116,7 @@ def trial(model: Any) -> list[Call]:
             model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
     except ModelError:
         raise
-    except Exception as problem:  # of a class that does not expect this
+    except Exception as problem:  # raised by a class that does not expect this
         text = " ".join(str(problem).split())[:300].removesuffix(".")
         raise ModelError(f"{name} does not run by transformers' attention interface: {text}.") from problem
     return calls
@@ -139,7 +139,7 @@ def _check_call(
 
 
 def _window(sees: Seen, name: str, longest: int) -> int | None:
-    """How many positions a query sees, the last of them its own; None: all before it."""
+    """The number of positions that a query sees, including its own, which is the last; None: all before it."""
     keys = torch.arange(longest)
 
     def row(query: int) -> Tensor:

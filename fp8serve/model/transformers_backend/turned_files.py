@@ -1,4 +1,4 @@
-"""Files in which the weights of linear layers lie transposed, read as if they did not (transposed.py)."""
+"""Reads files in which the weights of linear layers are transposed as if they were not (transposed.py)."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -12,14 +12,14 @@ _IN_GPT2 = (".c_attn", ".q_attn", ".c_proj", ".c_fc")
 
 
 def as_multiplied(shards: Shards, config: Mapping[str, Any]) -> Shards:
-    """Every weight [out, in], by the names of GPT-2's layers: for a reader who does not build the model."""
+    """Every weight [out, in], by the names of GPT-2's layers, for code that does not build the model."""
     if config.get("model_type") != "gpt2":
         return shards
     return Turned(shards, {owner for name in shards if (owner := name.rpartition(".")[0]).endswith(_IN_GPT2)})
 
 
 class Turned(Shards):
-    """Shards of which the matrices that belong to `linears` are turned."""
+    """Shards in which the matrices that belong to `linears` are transposed."""
 
     def __init__(self, stored: Shards, linears: Collection[str]) -> None:
         self._stored = stored
@@ -27,7 +27,7 @@ class Turned(Shards):
         super().__init__({name: self._described(name) for name in stored.entries}, stored.metadata)
 
     def __getitem__(self, name: str) -> Tensor:
-        """As Shards, but a turned one is a copy."""
+        """As Shards, but a transposed matrix is a copy."""
         tensor = self._stored[name]
         return tensor.t().contiguous() if name in self._turned else tensor
 

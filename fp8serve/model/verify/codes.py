@@ -1,4 +1,4 @@
-"""What the codes of an FP8 weight say: counted once for each weight, a table of 256 numbers and each group's largest.
+"""Statistics of the codes of an FP8 weight, counted once per weight: a table of 256 counts and each group's largest.
 
 A weight is read from the mapped file a few million codes at a time.
 """
@@ -17,12 +17,12 @@ _MAGNITUDE, _PART = 0x7F, 2**22
 
 @dataclass(frozen=True)
 class Codes:
-    """counts: how often each byte occurs, int64 [256]. largest: FP32, the largest magnitude of each group that shares a
+    """counts: how often each byte occurs, int64 [256]. largest: FP32, the largest magnitude in each group that shares a
     scale; NaN does not count."""
 
     counts: Tensor
     largest: Tensor
-    values: Tensor  # FP32 [256], what each byte stands for
+    values: Tensor  # FP32 [256], the value of each byte
 
     @property
     def total(self) -> int:
@@ -38,12 +38,12 @@ class Codes:
         return float((squares[squares.isfinite()].sum() / max(self.total, 1)).sqrt())
 
     def at(self, magnitude: float) -> int:
-        """How many codes have this magnitude."""
+        """The number of codes with this magnitude."""
         return int(self.counts[self.values.abs() == magnitude].sum())
 
 
 def codes_of(stored: Tensor, kind: Granularity) -> Codes:
-    """Of an FP8 weight [N, K], or a stack of them, whose scales are one for each `kind`."""
+    """The statistics of an FP8 weight [N, K], or a stack of them, with one scale for each `kind`."""
     values = byte_values(stored.dtype)
     raw = stored.view(torch.uint8).flatten(0, -2)  # [experts * rows, columns]
     counts, rows = torch.zeros(256, dtype=torch.int64), []
@@ -68,7 +68,7 @@ def _parts(raw: Tensor) -> Iterator[Tensor]:
 
 
 def _largest_of_rows(raw: Tensor, values: Tensor, kind: Granularity) -> Tensor:
-    """[rows] or, of blocks, [rows, blocks]."""
+    """[rows] or, for blocks, [rows, blocks]."""
     magnitudes = torch.nan_to_num(values[: _MAGNITUDE + 1], nan=0.0)[(raw & _MAGNITUDE).long()]
     return magnitudes.amax(-1) if kind == "row" else _blocked(magnitudes)
 
@@ -81,5 +81,5 @@ def _blocked(values: Tensor, size: int = 128) -> Tensor:
 
 @cache
 def byte_values(dtype: torch.dtype) -> Tensor:
-    """FP32 [256]: the number that each byte is in this FP8 type."""
+    """FP32 [256]: the value of each byte in this FP8 type."""
     return torch.arange(256, dtype=torch.int16).to(torch.uint8).view(dtype).float()

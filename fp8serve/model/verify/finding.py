@@ -1,4 +1,4 @@
-"""What a check has to say."""
+"""A finding of a check."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,8 +8,8 @@ Severity = Literal["error", "warning"]
 
 @dataclass(frozen=True)
 class Finding:
-    """severity "error": served like this, answers would be wrong, or a reader refuses it. check: what kind it is, one
-    word. tensor: its name, or that of a file or a key of config.json."""
+    """severity "error": answers would be wrong if it were served like this, or a reader refuses it. check: the kind of
+    finding, one word. tensor: its name, or that of a file or a key of config.json."""
 
     severity: Severity
     check: str

@@ -1,4 +1,4 @@
-"""Tensors that are missing, left over, said twice, or not where the index places them."""
+"""Tensors that are missing, left over, present twice, or not where the index places them."""
 
 import math
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from fp8serve.model.storage.shards import INDEX, SINGLE
 from fp8serve.model.verify.finding import Finding, error, warning
 from fp8serve.model.verify.subject import AGAIN, KV, Subject
 
-TOLERANCE = 0.01  # between a scale and the same one in scales.safetensors: another project may have rounded it to BF16
+TOLERANCE = 0.01  # between a scale and its copy in scales.safetensors: another project may have rounded it to BF16
 _EMBEDDINGS = "embed_tokens.weight"
 
 
@@ -76,7 +76,7 @@ def missing_weight_scales(subject: Subject) -> Iterator[Finding]:
 
 
 def orphaned_scales(subject: Subject) -> Iterator[Finding]:
-    """Scales of a weight that is not there, or not in FP8."""
+    """Scales of a weight that is missing, or is not FP8."""
     quantized = subject.weights.keys() | {key.rpartition(".")[0] for key in subject.mx}
     for owner, key in subject.of_role("weight", "input"):
         if owner not in quantized:
@@ -134,5 +134,5 @@ def side_car(subject: Subject) -> Iterator[Finding]:
 
 
 def _is_unreadable(subject: Subject, file: str | None = None) -> bool:
-    """Whether this file, or any, could not be read, so that what it should hold is not missed a second time."""
+    """Whether this file, or any, could not be read, so that its tensors are not reported as missing as well."""
     return any(t.check == "unreadable" and file in (None, t.tensor) for t in subject.trouble)

@@ -1,7 +1,7 @@
-"""Scales whose size cannot be right: reciprocals, strangers among their neighbours, misfits to the codes.
+"""Scales whose size cannot be right: reciprocals, outliers among their neighbours, scales that do not fit the codes.
 
-A weight's codes times its scale are of the size of a model's weights, and 448 times an input's scale is the largest
-input that was seen. Both are compared with what models have, and with the rest of the same file.
+A weight's codes times its scale give weights of a usual size, and 448 times an input's scale is the largest input that
+was seen. Both are compared with the values of known models, and with the rest of the same file.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def reciprocal_weight_scales(subject: Subject) -> Iterator[Finding]:
 
 
 def implausible_weight_scales(subject: Subject) -> Iterator[Finding]:
-    """Weights of a size that no model has, or far from that of the others."""
+    """Weights whose size no model has, or is far from that of the others."""
     sizes = _weight_sizes(subject)
     middle = median(sizes.values()) if len(sizes) > 2 else None
     for owner, size in sizes.items():
@@ -114,7 +114,8 @@ def clipped_codes(subject: Subject) -> Iterator[Finding]:
 
 
 def default_scales(subject: Subject) -> Iterator[Finding]:
-    """All scales of a kind are 1, as where nobody set them. Weights so large are caught by their size."""
+    """All scales of a kind are 1, as if they were never set. Weights that are too large for that are found by their
+    size."""
     kinds: dict[str, tuple[Role, ...]] = {"weight": ("weight",), "input": ("input",), "KV-cache": KV}
     for kind, roles in kinds.items():
         keys = [key for _, key in subject.of_role(*roles)]
@@ -142,7 +143,7 @@ def _input_sizes(subject: Subject) -> dict[str, float]:
 
 
 def _is_reciprocal_input(size: float, largest: dict[str, float]) -> bool:
-    """Whether it alone is one among the others, or all of them are."""
+    """Whether it alone is an outlier among the others, or all of them are."""
     middle, other = median(largest.values()), FP8_MAX * FP8_MAX / size
     if middle > TYPICAL_INPUT > FP8_MAX * FP8_MAX / middle:
         return size > TYPICAL_INPUT
@@ -150,7 +151,7 @@ def _is_reciprocal_input(size: float, largest: dict[str, float]) -> bool:
 
 
 def _positive(subject: Subject, owner: str, role: Role) -> Tensor | None:
-    """The scale if all of it is a number that a scale can be; other checks say so where it is not."""
+    """The scale if all of its values are possible for a scale; other checks report those that are not."""
     key = subject.scale_of(owner, role)
     value = None if key is None else subject.value(key)
     usable = value is not None and value.numel() and bool((value.isfinite() & (value > 0)).all())

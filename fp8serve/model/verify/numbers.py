@@ -1,4 +1,4 @@
-"""Scales and weights that are no numbers to compute with."""
+"""Scales and weights with values that cannot be computed with."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from fp8serve.model.verify.finding import Finding, error, warning
 from fp8serve.model.verify.subject import FP8, KV, Subject
 
 _AGAIN = "quantize or calibrate the model again"
-_SMALL = 2**20  # elements of a tensor in high precision that is looked at: norms and biases
+_SMALL = 2**20  # the most elements of a checked tensor in high precision: norms and biases
 _BAD: dict[str, Callable[[Tensor], Tensor]] = {
     "nan": torch.isnan,
     "infinite": torch.isinf,

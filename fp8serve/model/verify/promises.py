@@ -1,4 +1,4 @@
-"""What quantization_config says of the tensors, and what they are."""
+"""Compares the tensors with the statements of quantization_config."""
 
 from collections.abc import Iterator
 
@@ -28,7 +28,7 @@ def config_without_fp8(subject: Subject) -> Iterator[Finding]:
 
 
 def ignored_layers(subject: Subject) -> Iterator[Finding]:
-    """Layers that should be left alone and are FP8, and the reverse."""
+    """Layers that should not be FP8 but are, and the reverse."""
     quantization = subject.quantization
     if quantization is None:
         return
@@ -62,7 +62,7 @@ def input_scales(subject: Subject) -> Iterator[Finding]:
 
 
 def weight_blocks(subject: Subject) -> Iterator[Finding]:
-    """Where inputs are in blocks weights are, too."""
+    """If inputs are quantized in blocks, weights must be, too."""
     for owner in subject.weights:
         scheme, kind = _scheme(subject, owner), subject.granularity(owner)
         blocks = scheme is not None and scheme.input_spec.granularity == BLOCKED_INPUT.granularity
@@ -73,7 +73,7 @@ def weight_blocks(subject: Subject) -> Iterator[Finding]:
 
 
 def cache_scheme(subject: Subject) -> Iterator[Finding]:
-    """A cache that is said to be FP8 has scales; readers take 1 where there are none."""
+    """A cache that is declared FP8 must have scales; readers use 1 where there are none."""
     config = (subject.config or {}).get(_CONFIG)
     says = isinstance(config, dict) and bool(config.get("kv_cache_scheme"))
     if says and not any(True for _ in subject.of_role(*KV)):
@@ -94,7 +94,7 @@ def _has_blocks(subject: Subject) -> bool:
 
 
 def _scheme(subject: Subject, owner: str) -> Scheme | None:
-    """What the configuration says of the layer; None: nothing, which other checks complain of."""
+    """The configuration of the layer; None: there is none, which other checks report."""
     for targets, scheme in () if subject.quantization is None else subject.quantization.groups:
         if any(matches(target, owner) for target in targets):
             return scheme

@@ -1,6 +1,6 @@
-"""A checkpoint as it lies there: the tensors that can be read, what their names say they are, and what went wrong.
+"""A checkpoint as it is on disk: the tensors that can be read, their roles according to their names, and read errors.
 
-Nothing is refused here. A file that cannot be read becomes a finding, and the others are looked at all the same.
+Nothing is refused here. A file that cannot be read becomes a finding, and the others are still checked.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,15 +28,15 @@ from fp8serve.model.verify.finding import Finding, error
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 KV: tuple[Role, ...] = ("k", "v", "kv")
 AGAIN = "download or write it again"
-# Of a stack of experts: what follows its name, and what it scales.
+# For a stack of experts: the suffix of a scale's name, and what it scales.
 _STACKED: dict[str, Role] = {"_activation_scale": "input", "_input_scale": "input", "_scale_inv": "weight",
                              "_scale": "weight"}  # fmt: skip
-_IGNORED = (".input_scale_ub",)  # a bound on the scales of tokens, which are computed
+_IGNORED = (".input_scale_ub",)  # a bound on the scales of tokens, which are computed dynamically
 
 
 @dataclass
 class Subject:
-    """What is looked at. config and weight_map are None where their files are not there or not read."""
+    """The checkpoint to check. config and weight_map are None where their files are missing or unreadable."""
 
     path: Path
     shards: Shards
@@ -58,12 +58,12 @@ class Subject:
 
     @cached_property
     def mx(self) -> dict[str, str]:
-        """The key of every MX weight's scales, by that of the weight."""
+        """The key of every MX weight's scales, by the key of the weight."""
         return microscaling.pairs(self.entries)
 
     @cached_property
     def scales(self) -> dict[ScaleKey, list[str]]:
-        """The keys of all scales of known meaning; more than one where two spellings say the same."""
+        """The keys of all scales of known meaning; several where two spellings mean the same scale."""
         found: dict[ScaleKey, list[str]] = {}
         for key in self.entries:
             if (place := self._place(key)) is not None:
@@ -89,14 +89,14 @@ class Subject:
         return (stored.view(torch.float8_e8m0fnu) if exponents else stored).float()
 
     def codes(self, owner: str) -> Codes:
-        """Of an FP8 weight; counted once."""
+        """The code statistics of an FP8 weight; counted once."""
         if owner not in self._codes:
             kind = self.granularity(owner) or "tensor"
             self._codes[owner] = codes_of(self.shards[self.weights[owner]], kind)
         return self._codes[owner]
 
     def granularity(self, owner: str) -> Granularity | None:
-        """What shares a scale of this FP8 weight; None: it has none, or one of a shape that fits nothing."""
+        """The part of this FP8 weight that shares a scale; None: it has no scale, or one whose shape fits nothing."""
         key = self.scale_of(owner, "weight")
         if key is None:
             return None
@@ -117,7 +117,7 @@ class Subject:
         return self._place(key) is None and not self._is_unscaled(key) and _classified(key)[1]
 
     def _is_unscaled(self, key: str) -> bool:
-        """Not a scale though its name may say so: training state, gpt-oss' exponents, a bound."""
+        """Whether it is not a scale despite its name: training state, gpt-oss' exponents, a bound."""
         blocks = f"{key.removesuffix('_scales')}_blocks"
         return state_key(key) is not None or key.endswith(_IGNORED) or blocks in self.entries
 
@@ -131,9 +131,10 @@ def _classified(key: str) -> tuple[ScaleKey | None, bool]:
 
 
 def granularity(scale: tuple[int, ...], weight: tuple[int, ...]) -> Granularity | None:
-    """What shares a scale of this shape, of a weight [N, K] or a stack of experts [E, N, K]; None: it fits nothing."""
+    """The part of a weight [N, K], or of a stack of experts [E, N, K], that shares a scale of this shape; None: it fits
+    nothing."""
     *stack, rows, columns = weight
-    halves = [(*stack, 2, 1)] if stack else []  # gate and up, which lie in one tensor
+    halves = [(*stack, 2, 1)] if stack else []  # gate and up, which are stored in one tensor
     if scale in ((), (1,), tuple(stack), (*stack, 1, 1), *halves):
         return "tensor"
     if scale[: len(stack)] != tuple(stack):
@@ -163,7 +164,7 @@ def read(path: Path) -> Subject:
 
 
 def _files(folder: Path, weight_map: Mapping[str, str] | None) -> list[Path]:
-    """Those that a reader takes for weights."""
+    """The files that a reader takes for weights."""
     if weight_map is not None:
         return [folder / name for name in sorted(set(weight_map.values())) if name == Path(name).name]
     if (folder / SINGLE).is_file():
@@ -201,7 +202,7 @@ def _json(subject: Subject, name: str) -> Mapping[str, Any] | None:
 
 
 def _quantization(subject: Subject, config: Mapping[str, Any]) -> Quantization | None:
-    """Of the whole model or, where it is wrapped in a multimodal one, of its text."""
+    """The configuration of the whole model or, inside a multimodal wrapper, of its language model."""
     text = config.get("text_config")
     inner = text if isinstance(text, Mapping) and not config.get("quantization_config") else {}
     try:

@@ -1,7 +1,7 @@
-"""The keys in force: read again when the file changes, so a key that is taken out is refused from then on.
+"""The keys in force: read again when the file changes, so a key that is removed is refused from then on.
 
-Each request looks at the file's date and size, some microseconds. A file that cannot be used any more changes nothing:
-the keys before it stay, and the log says once what is wrong with it.
+Each request checks the file's date and size, which takes some microseconds. A file that has become invalid changes
+nothing: the previous keys stay in force, and the log says once what is wrong with it.
 """
 
 import logging
@@ -16,7 +16,7 @@ Mark = tuple[int, ...] | None
 
 
 class KeyFile:
-    """The keys of `path`, and `key` beside them. Raises MachineError when the file cannot be used at the start."""
+    """The keys of `path`, and the single `key`. Raises MachineError when the file cannot be used at the start."""
 
     def __init__(self, path: Path | None, key: str | None) -> None:
         self.path = path
@@ -30,7 +30,7 @@ class KeyFile:
         return self.path is not None or bool(self._always)
 
     def current(self) -> Keys:
-        """The keys as the file has them now."""
+        """The keys that the file has now."""
         if self.path is not None and (mark := self._look()) != self._mark:
             self._mark = mark
             self.reload()

@@ -1,4 +1,4 @@
-"""API keys in a TOML file, which knows them by their SHA-256 alone:
+"""API keys in a TOML file, which holds only their SHA-256:
 
     tenants.research = { requests_per_minute = 60, tokens_per_minute = 20000, concurrent_requests = 8 }
     keys.ci = { tenant = "research", scopes = ["generate"], sha256 = "9f86d0..." }
@@ -35,7 +35,7 @@ Bound = Annotated[int, Ge(1)] | None
 
 @dataclass(frozen=True)
 class TenantLimits:
-    """Of all requests of a tenant together; None: no limit."""
+    """The limits of all requests of a tenant together; None: no limit."""
 
     requests_per_minute: Bound = None
     tokens_per_minute: Bound = None
@@ -47,7 +47,7 @@ class TenantLimits:
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks: the name of the key, its tenant's, and what it may do."""
+    """The caller: the name of the key, the name of its tenant, and its scopes."""
 
     name: str
     tenant: str
@@ -74,12 +74,12 @@ class Key:
 
 @dataclass(frozen=True)
 class Keys:
-    """All that a server knows of keys. `digests`: SHA-256 of a key, and whose it is."""
+    """All keys of a server. `digests`: the SHA-256 of a key, and its caller."""
 
     digests: Mapping[bytes, Caller] = field(default_factory=lambda: MappingProxyType({}), repr=False)
 
     def caller(self, given: bytes) -> Caller | None:
-        """Who sent the key `given`. Takes the same time wherever the key is, or is not, among them."""
+        """The caller with the key `given`. It takes the same time for every key, known or not."""
         digest, found = hashlib.sha256(given).digest(), None
         for known, caller in self.digests.items():
             if hmac.compare_digest(known, digest):

@@ -1,12 +1,12 @@
 """How much each tenant may ask for: requests and tokens a minute, and requests at once.
 
-A bound of N a minute is a bucket that holds N and fills by N a minute: a tenant that was quiet may have all of it at
-once. Tokens are set aside before the answer begins, those of the prompt and the most that may be generated, and what
-was not used is given back at its end; so a client that says `max_tokens` gets more answers out of the same bound. What
-asks for more than the bucket ever holds waits for a full one, and pays the rest after. Nothing waits in the server: a
-request above a bound is a 429, which says when to come back, and costs nothing.
+A bound of N a minute is a bucket that holds N and is refilled at N a minute: a tenant that was quiet may use all of it
+at once. The tokens of the prompt and the most that may be generated are reserved before the answer begins, and unused
+ones are returned at its end; so a client that sets `max_tokens` gets more answers within the same bound. A request for
+more tokens than the bucket can hold needs a full bucket, and owes the rest afterwards. Nothing waits in the server: a
+request above a bound gets a 429, which says when to try again, and costs nothing.
 
-The books live as long as the server, whatever happens to the file of keys; its new limits count from the next request.
+The counts live as long as the server, whatever happens to the file of keys; its new limits apply from the next request.
 """
 
 import math
@@ -22,7 +22,7 @@ Clock = Callable[[], float]
 
 
 class Bucket:
-    """What is left of a bound a minute. `level` is below 0 where more was used than there was."""
+    """The rest of a bound a minute. `level` is below 0 if more was used than there was."""
 
     def __init__(self, capacity: int, now: float) -> None:
         self.capacity, self.level, self._at = capacity, float(capacity), now
@@ -38,14 +38,14 @@ class Bucket:
 
 
 class Books:
-    """One tenant's. A bucket is made when a bound is first set."""
+    """The counts of one tenant. A bucket is made when a bound is first set."""
 
     def __init__(self) -> None:
         self.running = 0
         self._buckets: dict[str, Bucket] = {}
 
     def bucket(self, kind: str, limits: TenantLimits, now: float) -> Bucket | None:
-        """That of "requests" or "tokens", up to date; None: no bound."""
+        """The bucket of "requests" or "tokens", up to date; None: no bound."""
         capacity = limits.requests_per_minute if kind == "requests" else limits.tokens_per_minute
         if capacity is None:
             return None
@@ -65,7 +65,7 @@ class Visit:
         self._set_aside = 0
 
     def enter(self) -> None:
-        """Counts the request. Fault 429: the tenant has as many as it may."""
+        """Counts the request. Fault 429: the tenant has reached a limit."""
         most, requests, tokens = self._limits.concurrent_requests, self._bucket("requests"), self._bucket("tokens")
         if most is not None and self._books.running >= most:
             self._refuse("concurrent", f"may have {most} requests at once, and has them", 1)
@@ -80,7 +80,7 @@ class Visit:
         self._metrics.tenant_in_flight.labels(self._tenant).inc()
 
     def set_aside(self, tokens: int) -> None:
-        """The most that the answer may use. Fault 429: the tenant has not so many left."""
+        """Reserves the most tokens that the answer may use. Fault 429: the tenant does not have so many left."""
         bucket = self._bucket("tokens")
         if bucket is None:
             return
@@ -92,7 +92,7 @@ class Visit:
         self._set_aside += wanted
 
     def leave(self) -> None:
-        """Settles the tokens: what was set aside against what was used."""
+        """Returns the tokens that were reserved and not used."""
         if (bucket := self._bucket("tokens")) is not None:
             bucket.level = min(bucket.capacity, bucket.level + self._set_aside - self.usage.total)
         self._books.running -= 1
@@ -101,7 +101,7 @@ class Visit:
             self._metrics.tenant_tokens.labels(self._tenant, kind).inc(count)
 
     def headers(self) -> dict[str, str]:
-        """The bounds that are set, as OpenAI's clients read them."""
+        """The bounds that are set, as headers that OpenAI's clients read."""
         found: dict[str, str] = {}
         for kind in ("requests", "tokens"):
             if (bucket := self._bucket(kind)) is not None:
@@ -121,12 +121,12 @@ class Visit:
 
 
 class Tenants:
-    """The books of all tenants, by name."""
+    """The counts of all tenants, by name."""
 
     def __init__(self, metrics: Metrics, clock: Clock = time.monotonic) -> None:
         self.books: dict[str, Books] = {}
         self._metrics, self._clock = metrics, clock
 
     def visit(self, caller: Caller, usage: Usage) -> Visit:
-        """A request that has arrived and is not counted yet."""
+        """The visit of a request that has arrived and is not counted yet."""
         return Visit(caller, self.books.setdefault(caller.tenant, Books()), usage, self._metrics, self._clock)

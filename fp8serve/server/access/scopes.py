@@ -1,7 +1,7 @@
 """What a key may do: four scopes, and which routes each of them opens.
 
-A route that is not in the table is opened by `admin` alone, so a forgotten one is closed. `admin` opens everything. The
-paths are those of the routes; they are matched as the router matches them, on the decoded path and nothing else.
+Only `admin` opens a route that is not in the table, so a forgotten route is closed. `admin` opens everything. The paths
+are those of the routes; they are matched as the router matches them, on the decoded path and nothing else.
 """
 
 import re
@@ -32,6 +32,7 @@ OPENED_BY: dict[Scope, tuple[str, ...]] = {
     ),
     "finetune": (
         "GET /finetune", "POST /finetune", "POST /finetune/validate", "GET /finetune/{job_id}",
+        "DELETE /finetune/{job_id}",
         "GET /finetune/{job_id}/events", "GET /finetune/{job_id}/checkpoints", "GET /finetune/{job_id}/metrics",
         "POST /finetune/{job_id}/cancel", "POST /finetune/{job_id}/pause", "POST /finetune/{job_id}/resume",
         "GET /v1/files", "POST /v1/files", "GET /v1/files/{file_id}", "DELETE /v1/files/{file_id}",
@@ -42,7 +43,7 @@ OPENED_BY: dict[Scope, tuple[str, ...]] = {
     ),
     "admin": (
         "POST /finetune/{job_id}/activate", "POST /models/{name:path}/activate", "POST /models/{name:path}/load",
-        "POST /models/{name:path}/unload", "POST /models/{name:path}/alias", "POST /scales/save",
+        "POST /models/{name:path}/unload", "POST /models/{name:path}/alias", "POST /scales/save", "POST /weights",
         "POST /requests/{request_id}/cancel",
         "POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter",
     ),

@@ -1,1 +1,1 @@
-"""What a model wrote becomes an answer: reasoning, content and tool calls, as it comes or at the end."""
+"""Turns the text of a model into an answer: reasoning, content and tool calls, streamed or at the end."""

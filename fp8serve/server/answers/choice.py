@@ -1,7 +1,7 @@
-"""Which reader a model's answers need: told by the operator, or found from the model's own chat template.
+"""Which reader a model's answers need: chosen by the operator, or found from the model's own chat template.
 
-A template names the marks that its model was trained to write, because it writes them itself into the conversations
-that it renders; the table below is in the order of how much a mark says. A template that takes no tools
+A template contains the marks that its model was trained to write, because it writes them itself into the conversations
+that it renders; the table below begins with the most specific marks. A template that takes no tools
 at all gets Hermes' form, which is then described to the model (`model/text/tool_prompt.py`).
 """
 
@@ -63,7 +63,7 @@ MARKS: Mapping[str, tuple[str, ...]] = {
     "qwen3-coder": ("<tool_call>", "</tool_call>"),
     "gpt-oss": ("<|channel|>", "<|message|>"),
 }
-"""What readers of tool calls look for and a tokenizer may know as a special token."""
+"""Marks that readers of tool calls look for, and that may be special tokens of a tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ class AnswerFormat:
 
     @property
     def forced(self) -> "AnswerFormat":
-        """How a call is written that has to come: in Hermes' form where the model's own has no grammar."""
+        """The form of a required call: Hermes' where the model's own form has no grammar."""
         return self if self.tools in SHAPES else replace(self, tools="hermes")
 
     def call_grammar(self, tools: Tools, tokens: Mapping[str, int], prompt_end: str) -> CallGrammar:
-        """For answers to a prompt that ends so. `tokens`: ids of the vocabulary's added tokens."""
+        """The grammar of answers to a prompt with this end. `tokens`: ids of the vocabulary's added tokens."""
         return CallGrammar(SHAPES[self.tools], tools, tokens, self._thought(prompt_end))
 
     def _thought(self, prompt_end: str) -> Thought | None:
@@ -91,7 +91,7 @@ class AnswerFormat:
         return openings, closings, prompt_end.rstrip().endswith(openings)
 
     def reader(self, tools: Tools | None, prompt_end: str = "", one_call: bool = False) -> "AnswerReader":
-        """For one answer to a request that declares `tools`, if it does, and whose prompt ends with `prompt_end`.
+        """The reader of one answer to a request that may declare `tools`, and whose prompt ends with `prompt_end`.
         `one_call`: calls after the first are left out.
         """
         call_reader = None if tools is None or self.tools not in CALLS else partial(CALLS[self.tools], tools=tools)
@@ -104,14 +104,14 @@ class AnswerFormat:
         return None if thought is None else thinking.between(*thought)
 
     def marks(self, with_tools: bool) -> set[str]:
-        """What must not be left out of the text, special token or not."""
+        """Marks that must not be left out of the text, even if they are special tokens."""
         thoughts = [mark for pair in THOUGHTS.get(self.reasoning, ()) for mark in pair]
         harmony_marks = MARKS["gpt-oss"] if self.reasoning == "gpt-oss" else ()
         return {*thoughts, *harmony_marks, *(MARKS.get(self.tools, ()) if with_tools else ())}
 
 
 class AnswerReader:
-    """Reasoning is split off first; what is left is read for calls."""
+    """Splits off reasoning first, and reads calls from the rest."""
 
     def __init__(self, first: Reader | None, calls: Reader | None, one_call: bool = False) -> None:
         self._one_call, self._begun, self._left_out = one_call, False, False
@@ -119,7 +119,7 @@ class AnswerReader:
         self._calls = None if calls is None else Incremental(calls)
 
     def take(self, text: str, ends: bool) -> list[Part]:
-        """The parts that `text` makes certain, and where the answer `ends` with it, the rest."""
+        """The parts that `text` makes certain, and the rest as well if the answer `ends` with it."""
         return [part for part in self.push(text) + (self.end() if ends else []) if self._wanted(part)]
 
     def _wanted(self, part: Part) -> bool:

@@ -1,8 +1,8 @@
-"""Text that arrives in pieces, read as if it were all there.
+"""Reads text that arrives in pieces as if it were all there.
 
 A reader is a generator. It takes text from a `Feed`, yields the parts of the answer that are certain, and yields None
-where it needs more than has arrived. `Incremental` drives one: what comes out, joined, is the same however the text was
-cut, so an answer that is streamed and one that is not are read by the same code.
+when it needs more than has arrived. `Incremental` drives one: its joined output is the same however the text was
+divided, so the same code reads streamed answers and whole ones.
 """
 
 import re
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text for whoever asked."""
+    """Text for the user."""
 
     text: str
 
@@ -44,7 +44,7 @@ Text = Callable[[str], Part]
 
 
 class Feed:
-    """The text that has arrived and is not read yet. `space`: the white space that the last `until` left out."""
+    """The text that has arrived but is not read yet. `space`: the white space that the last `until` left out."""
 
     def __init__(self) -> None:
         self.text, self.ended, self.space = "", False, ""
@@ -88,7 +88,7 @@ class Incremental:
 
 
 def until(feed: Feed, part: Text, marks: Sequence[str]) -> Generator[Part | None, None, str]:
-    """Hands on text as `part` until one of `marks`, which is taken and returned; "" when the text ends without one.
+    """Yields text as `part` until one of `marks`, which is taken and returned; "" when the text ends without one.
 
     White space before a mark is left out. No mark may be the beginning of another.
     """
@@ -110,7 +110,7 @@ def until(feed: Feed, part: Text, marks: Sequence[str]) -> Generator[Part | None
 
 
 def _certain(text: str, marks: Sequence[str]) -> int:
-    """How much of `text` is in front of any mark that may be forming at its end, and of the white space before it."""
+    """How much of `text` comes before any mark that may be forming at its end, and before the white space there."""
     overlap = max((_overlap(text, mark) for mark in marks), default=0)
     return len(text[: len(text) - overlap].rstrip()) if marks else len(text)
 
@@ -121,7 +121,7 @@ def _overlap(text: str, mark: str) -> int:
 
 
 def skip(feed: Feed, pattern: str = r"\s*") -> Generator[None, None, str]:
-    """Leaves out what `pattern`, a run of single characters, matches; the next character, or "" at the end."""
+    """Skips the characters that match `pattern`, a set of single characters; returns the next one, or "" at the end."""
     run = re.compile(pattern)
     while True:
         found = run.match(feed.text)

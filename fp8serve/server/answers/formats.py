@@ -1,4 +1,4 @@
-"""How families of models write tool calls: a reader for each. What none of them takes for a call is content.
+"""How families of models write tool calls: a reader for each. Text that is not a call remains content.
 
 | format | as the model writes it |
 |---|---|
@@ -33,7 +33,7 @@ PYTHON_TAG = "<|python_tag|>"
 
 
 def llama3(feed: Feed, tools: Tools) -> Reading:
-    """Without a mark, only a declared name makes a call."""
+    """Reads calls that have no mark: only a declared name makes a call."""
     first = yield from skip(feed)
     marked = yield from accept(feed, PYTHON_TAG)
     first = yield from skip(feed)
@@ -126,7 +126,7 @@ def qwen3_coder(feed: Feed, tools: Tools) -> Reading:
 
 
 def _xml_call(feed: Feed, tools: Tools) -> Reading:
-    """A function's parameters, each handed on when it is complete."""
+    """A function's parameters, each yielded when it is complete."""
     name, end = yield from collect(feed, (">",))
     if not end:
         yield Content("<function=" + name)
@@ -163,7 +163,7 @@ def _types(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _typed(text: str, kind: Any) -> str:
-    """The JSON text of a parameter, which is a string where its schema says so, or where it is no JSON."""
+    """The JSON text of a parameter; it is a string if its schema says so, or if it is not JSON."""
     literal = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text.strip())
     if kind == "string" or not _is_json(literal):
         return json.dumps(text, ensure_ascii=False)

@@ -1,8 +1,8 @@
 """Grammars of answers in which every call is valid: its tool exists, and its arguments fit the tool's schema.
 
-`of_calls`: calls and nothing else. `of_strict_calls`: free text, in which a call is held to its schema from the mark on
-that begins it. Both are in llguidance's dialect of Lark (engine/grammar.py), and both let a model think first. A mark
-that is one token of the vocabulary has to be named by its id: as text, the library does not take it for the token.
+`of_calls`: only calls. `of_strict_calls`: free text, in which a call must follow its schema from its opening mark on.
+Both are in llguidance's dialect of Lark (engine/grammar.py), and both let a model think first. A mark
+that is one token of the vocabulary must be named by its id: as text, the library does not treat it as that token.
 """
 
 import json
@@ -19,8 +19,9 @@ WHITESPACE = r"\n? {0,24}"
 
 @dataclass(frozen=True)
 class Shape:
-    """What stands around calls: `opening`, then for each `before`, its name, `then`, its arguments, `after`; `between`
-    two of them, and `closing`. `mark`: where free text ends; "" where nothing says that. `several`: in one answer.
+    """The texts around calls: `opening`, then for each call `before`, its name, `then`, its arguments, `after`;
+    `between` two calls, and `closing`. `mark`: the mark at which free text ends; "" if there is none. `several`:
+    whether an answer may have several calls.
     """
 
     opening: str
@@ -55,7 +56,7 @@ SHAPES: Mapping[str, Shape] = {
     ),
     "gpt-oss": Shape("", "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "", several=False),
 }
-"""Formats whose arguments are JSON. For others a call is asked for in Hermes' form."""
+"""Formats whose arguments are JSON. For others a call is requested in Hermes' form."""
 Thought = tuple[Sequence[str], Sequence[str], bool]
 """The marks that begin and end reasoning, and whether the prompt ends with one that begins it."""
 
@@ -70,7 +71,7 @@ class CallGrammar:
     thought: Thought | None = None
 
     def of_calls(self, several: bool = True, or_json: str | None = None) -> str:
-        """Calls and nothing else, or JSON of the schema `or_json` in their place."""
+        """Only calls, or JSON of the schema `or_json` instead."""
         rest = f" ({self._text(self.shape.between)} call)*" if several and self.shape.several else ""
         calls = f"calls: {self._text(self.shape.opening)} call{rest} {self._text(self.shape.closing)}"
         start = "start: thought calls" + ("" if or_json is None else "\n  | thought content")
@@ -78,7 +79,7 @@ class CallGrammar:
         return "\n".join([start, calls, *content, *self._thinking(), *self._call()])
 
     def of_strict_calls(self) -> str:
-        """Text with calls in it. The shape must have a mark, with which its opening, or each of its calls, begins."""
+        """Text with calls in it. The shape must have a mark with which its opening, or each of its calls, begins."""
         shape = self.shape
         if shape.opening:
             more = f"({self._text(shape.between)} call)*"
@@ -89,7 +90,7 @@ class CallGrammar:
         return "\n".join([*start, *self._thinking(), *self._call()])
 
     def _call(self) -> list[str]:
-        """`call`, and `named`: a call behind what stands before its name."""
+        """The rules `call`, and `named`: a call after the text before its name."""
         rules = [f"call: {self._text(self.shape.before)} named"]
         names = " | ".join(f"named_{i}" for i in range(len(self.tools)))
         rules.append(f"named: {names}")

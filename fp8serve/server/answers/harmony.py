@@ -3,7 +3,7 @@
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
     <|message|>{...}<|call|>
 
-What is in the channel `analysis` is reasoning, what is addressed to a function is a call, and everything else content.
+The channel `analysis` is reasoning, a message addressed to a function is a call, and everything else is content.
 """
 
 import re

@@ -1,8 +1,8 @@
 """Tool calls that a model writes as JSON: `{"name": "f", "arguments": {...}}`, one or several, in a list or not.
 
-A call is certain once its name is there and its arguments begin; from then on they are handed on as they come, as the
-model writes them, even where they turn out to be no JSON. In any other order of members the object is read whole. What
-is no call is not touched: its reader hands it on as content.
+A call is certain once its name is there and its arguments begin; from then on the arguments are passed on as the
+model writes them, even if they turn out not to be JSON. If the members have another order, the object is read whole.
+Text that is not a call is left alone: its reader passes it on as content.
 """
 
 import json
@@ -22,14 +22,14 @@ _STRING = re.compile(r'[^"\\]*')
 
 
 class Nesting:
-    """How deep in objects and lists a JSON text is that arrives in pieces."""
+    """The depth in objects and lists of a JSON text that arrives in pieces."""
 
     def __init__(self, depth: int = 0) -> None:
         self.depth, self.broken = depth, False
         self._in_string = self._escaped = False
 
     def read(self, text: str) -> tuple[int, bool]:
-        """How many characters of `text` belong to the value, and whether it closes there; stops where no JSON does."""
+        """How many characters of `text` belong to the value, and whether it closes there; stops at invalid JSON."""
         at = 0
         while at < len(text) and not self.broken:
             at = self._run(text, at)
@@ -41,7 +41,7 @@ class Nesting:
         return at, False
 
     def _run(self, text: str, at: int) -> int:
-        """Behind the characters that change nothing."""
+        """The index after the characters that do not change the depth."""
         if self._escaped:
             return at
         found = (_STRING if self._in_string else _OUTSIDE).match(text, at)
@@ -67,9 +67,9 @@ class Nesting:
 def json_calls(
     feed: Feed, opening: str, closing: str = "", names: Collection[str] | None = None
 ) -> Generator[Part | None, None, bool]:
-    """The calls behind the mark `opening`, and `closing`, if the model writes it. False when there is no call.
+    """Reads the calls after the mark `opening`, and `closing` if the model writes it. False when there is no call.
 
-    `names`: the only ones that make a call.
+    `names`: the only names that make a call.
     """
     if not (yield from json_call(feed, closing, names)):
         yield Content(feed.space + opening)
@@ -85,7 +85,7 @@ def json_calls(
 def json_call(
     feed: Feed, closing: str = "", names: Collection[str] | None = None
 ) -> Generator[Part | None, None, bool]:
-    """One call; False, and nothing taken, when there is none."""
+    """Reads one call; returns False and takes nothing when there is none."""
     nesting, read = Nesting(), 0
     while (begun := _BEGUN.match(feed.text)) is None:
         if not nesting.depth:
@@ -120,7 +120,7 @@ def _whole(feed: Feed, length: int, names: Collection[str] | None) -> Generator[
 
 
 def value(feed: Feed, closing: str = "") -> Generator[Part | None, None, bool]:
-    """Hands on a JSON value as arguments. False when it is none, and everything up to `closing` was handed on."""
+    """Yields a JSON value as arguments. False when it is not JSON; then everything up to `closing` was yielded."""
     nesting = Nesting()
     while True:
         length, closed = nesting.read(feed.text)
@@ -135,7 +135,7 @@ def value(feed: Feed, closing: str = "") -> Generator[Part | None, None, bool]:
 
 
 def _rest_of_object(feed: Feed) -> Generator[None, None, None]:
-    """Leaves out what is between the arguments and the end of the object: its brace, which may be missing."""
+    """Skips the rest of the object after the arguments, to its brace, which may be missing."""
     following = yield from skip(feed)
     if following == "}":
         feed.take(1)
@@ -150,7 +150,7 @@ def _rest_of_object(feed: Feed) -> Generator[None, None, None]:
 
 
 def call_of(found: Any) -> tuple[str, str] | None:
-    """Name and arguments of what is a call, however its members are ordered and wrapped."""
+    """Name and arguments of a call, however its members are ordered and wrapped."""
     if isinstance(found, dict) and isinstance(found.get("function"), dict):
         found = found["function"]
     if not isinstance(found, dict) or not isinstance(found.get("name"), str) or not found["name"]:

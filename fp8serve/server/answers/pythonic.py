@@ -15,7 +15,7 @@ LONGEST = 65536  # characters
 
 
 def pythonic_calls(feed: Feed, opening: str, names: Collection[str]) -> Generator[Part | None, None, bool]:
-    """The calls of a list that is next. False, and nothing taken, when it is none."""
+    """Reads the calls of a list that comes next. Returns False and takes nothing when there is none."""
     brackets = _Brackets()
     while (end := brackets.find_end(feed.text)) is None and not feed.ended and len(feed.text) < LONGEST:
         yield None
@@ -39,7 +39,7 @@ class _Brackets:
         self._quote, self._escaped = "", False
 
     def find_end(self, text: str) -> int | None:
-        """The index behind the closing bracket; None when it has not come. Looks at each character once."""
+        """The index after the closing bracket; None when it has not come yet. Looks at each character once."""
         while self._at < len(text):
             character = text[self._at]
             self._at += 1
@@ -60,7 +60,7 @@ class _Brackets:
 
 
 def _read(text: str, names: Collection[str]) -> list[tuple[str, str]] | None:
-    """Names and arguments of calls; None when `text` is not a list of nothing else."""
+    """Names and arguments of calls; None when `text` is not a list of calls only."""
     try:
         parsed = ast.parse(text, mode="eval").body
         if not isinstance(parsed, ast.List) or not parsed.elts:
@@ -73,7 +73,7 @@ def _read(text: str, names: Collection[str]) -> list[tuple[str, str]] | None:
 
 
 def _call(node: ast.expr) -> tuple[str, dict[str, Any]]:
-    """ValueError when it is no call, or has positional arguments, of which nobody knows the names."""
+    """ValueError when it is not a call, or has positional arguments, whose names are unknown."""
     if not isinstance(node, ast.Call) or node.args or any(k.arg is None for k in node.keywords):
         raise ValueError("not a call by keywords")
     return ast.unparse(node.func), {str(k.arg): _literal(k.value) for k in node.keywords}

@@ -1,4 +1,4 @@
-"""Reasoning that stands between two marks before the answer."""
+"""Reasoning between two marks before the answer."""
 
 from collections.abc import Generator, Sequence
 
@@ -6,9 +6,10 @@ from fp8serve.server.answers.feed import Content, Feed, Reader, Reading, Reasoni
 
 
 def between(openings: Sequence[str], closings: Sequence[str], opened: bool = False) -> Reader:
-    """A reader of what one of `openings` begins. `opened`: the prompt ends with one.
+    """A reader of reasoning that begins with one of `openings`. `opened`: the prompt ends with one.
 
-    Without an opening all is content, without a closing all is reasoning. White space around reasoning is left out.
+    Without an opening everything is content; without a closing everything is reasoning. White space around reasoning is
+    left out.
     """
 
     def read(feed: Feed) -> Reading:

@@ -2,8 +2,8 @@
 
     body -> ParsedRequest -> prompts as token ids -> Generation -> outputs -> events -> one answer, or a stream of them
 
-A family of routes adds two things: a function that says what its body asks for (`Parse`), and a `Renderer` that writes
-what comes of it. Everything that can be refused is refused before the 200, in a stream too; a failure after it is the
+A family of routes adds two things: a function that reads what its body asks for (`Parse`), and a `Renderer` that writes
+the answer. Everything that can be refused is refused before the 200, in a stream too; a failure after it is the
 stream's last event.
 """
 
@@ -34,7 +34,7 @@ JsonObject = dict[str, Any]
 
 
 class GenerationBody(Protocol):
-    """What the pipeline itself reads of a body."""
+    """The part of a body that the pipeline itself reads."""
 
     @property
     def model(self) -> str | None: ...
@@ -45,9 +45,9 @@ class ParsedRequest:
     """What a body asks for. Either `prompts` (texts or token ids) or `conversation` is given.
 
     `sampling` makes the parameters from the number of tokens for which the longest prompt leaves room. `variables`: for
-    the chat template. `truncate`: of each prompt, only the last so many tokens. `choices`: answers for each prompt.
-    `tools`: the JSON schema of each tool's arguments, for a complaint about a form that was made of them.
-    `fitted` makes of these parameters those that the served weights and the prompts need, or refuses with a Fault.
+    the chat template. `truncate`: how many tokens are kept of each prompt, the last ones. `choices`: answers to each
+    prompt. `tools`: the JSON schema of each tool's arguments, for an error about a form that was made from them.
+    `fitted` adapts these parameters to the served weights and the prompts, or refuses with a Fault.
     """
 
     sampling: Callable[[int], SamplingParams]
@@ -61,7 +61,7 @@ class ParsedRequest:
 
     @property
     def sequences(self) -> int:
-        """How many the engine is to generate."""
+        """How many sequences the engine is to generate."""
         return self.choices * (len(self.prompts) if self.conversation is None else 1)
 
 
@@ -73,7 +73,7 @@ Parse = Callable[[Body], ParsedRequest]
 class Renderer(ABC, Generic[New]):
     """Writes the outputs of one generation in the shapes of one family.
 
-    Outputs come in through `add`, which returns what they bring; `events` shows that as it comes, `whole` shows
+    `add` takes outputs and returns what is new in them; `events` shows that at once, and `whole` shows
     everything at the end.
     """
 
@@ -169,7 +169,8 @@ async def _read(asked: ParsedRequest, served: Served, parser: RequestParser) -> 
 
 
 async def _check_form(asked: ParsedRequest, params: SamplingParams, parser: RequestParser) -> None:
-    """Fault when answers cannot have the form that the parameters ask for, about a tool where its schema is why."""
+    """Fault when answers cannot have the form that the parameters ask for; it names a tool if its schema is the
+    reason."""
     try:
         await parser.form(params.form)
     except RequestError:

@@ -1,6 +1,6 @@
 """Routes whose long bodies are checked before FastAPI sees them, in a parser process.
 
-FastAPI gets what is left: the same request, valid and without rows of training data, which the process has written to
+FastAPI gets the same request, valid and without rows of training data, which the process has written to
 a file.
 """
 
@@ -22,19 +22,19 @@ from fp8serve.server.server_state import ServerState
 
 
 def _context(state: ServerState) -> int:
-    """The longest of all models; before one is loaded, more than a body can hold."""
+    """The longest context of all models; before one is loaded, more than a body can hold."""
     served = [model.current for model in state.models.models.values() if model.current is not None]
     return max((s.engine.limits.max_model_len for s in served), default=state.settings.limits.body_bytes)
 
 
 def _model(hint: Any) -> type[Any] | None:
-    """The class of a route's body, which may be left out: of `Body`, of `Body | None`, of nothing."""
+    """The class of a route's body, from `Body` or `Body | None`; None for a route without a body."""
     classes = (kind for kind in get_args(hint) or (hint,) if isinstance(kind, type) and kind is not NoneType)
     return next(classes, None)
 
 
 class BoundedRoute(APIRoute):
-    """Checks long bodies in a parser process; where they held rows, `scope["rows"]` names their folder."""
+    """Checks long bodies in a parser process; if they held rows, `scope["rows"]` names their folder."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()

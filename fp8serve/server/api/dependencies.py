@@ -1,4 +1,4 @@
-"""What handlers take that is no body: the state of their server, and parameters that several routes share."""
+"""Arguments of handlers other than bodies: the state of their server, and parameters that several routes share."""
 
 from typing import Annotated
 

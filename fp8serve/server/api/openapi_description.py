@@ -96,9 +96,10 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("post", "/finetune/validate"): Route(f.DryRun, SUBMISSION),
     ("get", "/finetune"): Route(f.JobPage, JOB),
     ("get", "/finetune/{job_id}"): Route(f.JobView, JOB),
+    ("delete", "/finetune/{job_id}"): Route(f.DeletedJob, (*JOB, Code.JOB_STATE, Code.DISK_FULL)),
     ("get", "/finetune/{job_id}/events"): Route(f.EventPage, (*JOB, Code.QUEUE_FULL), media=(EVENTS,)),
     ("get", "/finetune/{job_id}/checkpoints"): Route(f.Checkpoints, JOB),
-    ("get", "/finetune/{job_id}/metrics"): Route(f.Series, JOB),
+    ("get", "/finetune/{job_id}/metrics"): Route(f.Series, JOB, media=("text/csv",)),
     ("post", "/finetune/{job_id}/cancel"): Route(f.JobView, (*JOB, Code.JOB_STATE)),
     ("post", "/finetune/{job_id}/pause"): Route(f.JobView, (*JOB, Code.JOB_STATE)),
     ("post", "/finetune/{job_id}/resume"): Route(f.JobView, RESUMPTION),
@@ -108,6 +109,7 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("post", "/models/{name}/load"): Route(f.ModelView, LOAD),
     ("post", "/models/{name}/unload"): Route(f.Unloaded, (Code.MODEL_NOT_FOUND, Code.NAME_TAKEN, Code.ALIAS_BUSY)),
     ("post", "/models/{name}/alias"): Route(f.ModelView, (Code.MODEL_NOT_FOUND, Code.NAME_TAKEN)),
+    ("post", "/weights"): Route(f.Replaced, BESIDE),
     ("post", "/v1/load_lora_adapter"): Route(None, BESIDE, media=("text/plain",)),
     ("post", "/v1/unload_lora_adapter"): Route(None, (Code.MODEL_NOT_FOUND, Code.DISK_FULL), media=("text/plain",)),
     ("post", "/v1/files"): Route(
@@ -151,6 +153,7 @@ EXAMPLES: dict[str, JsonObject] = {
     "/models/{name}/activate": {"source": "base"},
     "/models/{name}/load": {"source": None},
     "/models/{name}/alias": {"alias": "gpt-4o-mini"},
+    "/weights": {"path": "policy/step-12"},
     "/v1/load_lora_adapter": {"lora_name": "clerk", "lora_path": "clerk-2026-01"},
     "/v1/unload_lora_adapter": {"lora_name": "tutor"},
 }

@@ -1,7 +1,7 @@
 """The console and the documentation: plain files of this package under a strict content security policy.
 
-They work offline, load nothing from elsewhere, and need no build: the console is ES modules, served as they are
-written. A browser asks again each time, and is told by the hash of a file's bytes that it has it already.
+They work offline, load nothing from elsewhere, and need no build: the console consists of ES modules, served as they
+are written. A browser asks again each time, and learns from the hash of a file's bytes that it already has it.
 """
 
 import hashlib

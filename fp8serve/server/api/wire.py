@@ -1,4 +1,4 @@
-"""What both families of routes write alike."""
+"""What all families of routes write in the same way."""
 
 from typing import Any
 
@@ -8,5 +8,5 @@ STREAM_RESPONSE: dict[int | str, dict[str, Any]] = {200: {"content": {"text/even
 
 
 def finite(logprob: float) -> float:
-    """JSON has no minus infinity."""
+    """A finite number for one that may be minus infinity, which JSON does not have."""
     return max(logprob, LOWEST_LOGPROB)

@@ -22,7 +22,7 @@ export class JobData {
     this.file = element("input", {
       id: "file",
       type: "file",
-      accept: ".jsonl,.txt,.json",
+      accept: ".jsonl,.ndjson,.json,.txt,.md,.csv,.tsv,.parquet,.gz",
       onchange: () => this.send(),
     });
     this.note = element("p", { className: "quiet", role: "status", id: "file-note" });
@@ -39,7 +39,7 @@ export class JobData {
         { className: "row" },
         label("Learn from", this.source),
         label("Validate on", this.validation),
-        label("Upload a file (.jsonl or .txt)", this.file),
+        label("Upload a file (JSON lines, text, CSV, Parquet)", this.file),
         this.forget,
       ),
       this.note,

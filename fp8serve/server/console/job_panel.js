@@ -1,6 +1,6 @@
 // One fine-tune job: how far it is, its losses as they come, its checkpoints, and what can be done with it.
 
-import { get, post } from "./api.js";
+import { get, post, remove, ROOT } from "./api.js";
 import { Chart } from "./chart.js";
 import { button, element, facts, renew, say, table } from "./dom.js";
 import { follow } from "./job_events.js";
@@ -18,6 +18,7 @@ export class JobPanel {
     this.numbers = element("div");
     this.actions = element("div", { className: "row", id: "job-actions" });
     this.chart = new Chart("Loss by step");
+    this.csv = element("a", { hidden: true, download: "" }, "Metrics of every step, as CSV");
     this.checkpoints = element("div");
     this.log = element("ol", { className: "events" });
     const told = element("details", {}, element("summary", {}, "What happened"), this.log);
@@ -30,6 +31,7 @@ export class JobPanel {
       this.numbers,
       this.actions,
       this.chart.node,
+      element("p", {}, this.csv),
       this.checkpoints,
       told,
     );
@@ -42,6 +44,8 @@ export class JobPanel {
     Object.assign(this, { id, metrics: [], written: 0 });
     this.log.replaceChildren();
     this.chart.draw([]);
+    this.csv.href = new URL(`finetune/${encodeURIComponent(id)}/metrics?format=csv`, ROOT);
+    this.csv.hidden = true;
     this.stop = follow(
       id,
       (event) => this.take(event),
@@ -50,7 +54,11 @@ export class JobPanel {
   }
 
   take(event) {
-    if (event.type === "metrics") this.metrics.push(event.data);
+    if (event.type === "metrics") {
+      while (this.metrics.at(-1)?.step >= event.data.step) this.metrics.pop(); // a run that diverged went back
+      this.metrics.push(event.data);
+      this.csv.hidden = false;
+    }
     if (event.type === "checkpoint") this.written += 1;
     if (event.type !== "metrics") {
       this.log.append(
@@ -122,6 +130,7 @@ export class JobPanel {
     const isDone = job.status === "succeeded";
     const act = (name, work, properties = {}) => button(name, then(work), { report: announce, ...properties });
     const isOpen = ["queued", "running", "paused"].includes(job.status) && !job.cancel_requested;
+    const hasEnded = ["succeeded", "failed", "cancelled"].includes(job.status);
     const canPause = isOpen && job.status !== "paused" && !job.pause_requested;
     const canResume = isOpen ? !canPause : job.status === "failed";
     return [
@@ -131,17 +140,42 @@ export class JobPanel {
       isDone && !isLoaded && act("Serve it", () => serve(job.id, job.fine_tuned_model), { disabled: off }),
       isDone && !isLoaded && models?.models && act("Load it beside its base", () => load(job.id, job.fine_tuned_model)),
       isLoaded && element("a", { href: `#/chat?model=${encodeURIComponent(job.fine_tuned_model)}` }, "Compare in chat"),
+      hasEnded && !job.active && button("Delete", () => this.drop(job), { report: announce }),
       back && act(`Roll back to ${back.model}`, () => serve(back.source, back.model, back.base), { disabled: off }),
     ].filter(Boolean);
   }
 
+  /** Forgets the job and removes its files, when the person is sure. */
+  async drop(job) {
+    const name = job.fine_tuned_model ?? job.id;
+    if (!confirm(`Delete ${name}, with its result and its checkpoints?`)) return;
+    await remove(`finetune/${encodeURIComponent(job.id)}`);
+    this.stop?.();
+    this.id = undefined;
+    this.node.hidden = true;
+    announce(`${name} was deleted.`);
+    location.hash = "#/finetune";
+  }
+
   table(job, checkpoints) {
-    const rows = checkpoints.map(({ step, created_at: time, metrics }, i) => [
+    const isAdapter = Boolean(job.config.lora_rank);
+    const beside = (step, name) =>
+      button("Load", () => load(`${job.id}:ckpt-step-${step}`, name), {
+        report: announce,
+        "aria-label": `Load ${name} beside its base`,
+      });
+    const rows = checkpoints.map(({ step, model, created_at: time, metrics }, i) => [
       `step ${step}`,
       moment(time),
       number(metrics.train_loss),
       number(metrics.valid_loss),
-      i === 0 && job.status === "succeeded" ? (job.active ? "serving" : "the result") : "",
+      i === 0 && job.status === "succeeded"
+        ? job.active
+          ? "serving"
+          : "the result"
+        : isAdapter
+          ? ""
+          : beside(step, model),
     ]);
     return table(
       "Checkpoints, newest first",

@@ -1,5 +1,6 @@
-// Which weights serve, which could, and the change from one to another.
+// Which weights serve, with their adapters, which could, and the change from one to another.
 
+import { Adapters } from "./adapters.js";
 import { get } from "./api.js";
 import { button, element, facts, renew, table } from "./dom.js";
 import { writes } from "./chat_settings.js";
@@ -16,18 +17,20 @@ export function modelsView(section) {
 class Models {
   constructor() {
     this.now = element("div", { className: "card", id: "served" });
+    this.adapters = new Adapters(() => this.refresh());
     this.available = element("div", { className: "card", id: "available" });
     this.names = element("div", { className: "card", id: "names" });
     this.info = element("details", { id: "info" }, element("summary", {}, "Facts, limits and options of this server"));
     this.about = element("div", { className: "sides" });
     this.info.append(this.about);
-    this.node = element("div", {}, this.now, this.available, this.names, this.info);
+    this.node = element("div", {}, this.now, this.adapters.node, this.available, this.names, this.info);
     onModels((models) => this.showNames(models));
   }
 
   async refresh() {
     const found = await get("models");
     renew(this.now, found, () => this.served(found));
+    this.adapters.show(found.models);
     renew(this.available, [found.available, found.loadable, found.models, found.activating !== null], () =>
       this.choice(found),
     );
@@ -87,7 +90,9 @@ class Models {
   }
 
   act(name, work, properties = {}) {
-    return button(name, () => work().then(() => this.refresh()), { report: announce, ...properties });
+    const key = properties["aria-label"] ?? name; // by which it is found again when what is around it changes
+    const act = () => work().then(() => this.refresh());
+    return button(name, act, { report: announce, "data-key": key, ...properties });
   }
 
   choice({ available, served, activating, models = [], loadable = [] }) {

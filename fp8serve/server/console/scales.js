@@ -54,7 +54,7 @@ class Scales {
 
   /** Where the server holds several models, a choice between them. */
   offer(models) {
-    const names = [...new Set(models.filter(writes).map((model) => model.root ?? model.id))];
+    const names = [...new Set(models.filter(writes).map((model) => model.parent ?? model.root ?? model.id))];
     const chosen = this.model.value;
     this.model.replaceChildren(...names.map((name) => element("option", { selected: name === chosen }, name)));
     this.which.hidden = names.length < 2;

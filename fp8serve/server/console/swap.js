@@ -25,7 +25,7 @@ export async function serve(source, name, base) {
       model,
       served,
       previous: before,
-    } = await post(await route(source, base), source === "base" ? { source } : {});
+    } = await post(await route(source, base), body(source));
     previous = before && { ...before, base: model };
     announce(`Now serving ${served.model}.`);
   } catch (error) {
@@ -37,18 +37,30 @@ export async function serve(source, name, base) {
   }
 }
 
+/** What served before may serve again, however much better the present weights are. */
+function body(source) {
+  const named = isJob(source) ? {} : { source };
+  return source === previous?.source ? { ...named, max_perplexity_ratio: 1e9 } : named;
+}
+
+/** Whether `source` is a job itself, and not "base" or a step of a job. */
+function isJob(source) {
+  return source !== "base" && !source.includes(":ckpt-step-");
+}
+
 async function route(source, base) {
-  if (source !== "base") return `finetune/${encodeURIComponent(source)}/activate`; // in place of the model it began with
+  if (isJob(source)) return `finetune/${encodeURIComponent(source)}/activate`; // in place of the model it began with
   return `models/${encodeURIComponent(base ?? (await get("models")).alias)}/activate`;
 }
 
 /**
- * Serves the result of a job, or a directory that the server knows, beside what serves already. `shown`: what it is
- * called on this page.
+ * Serves the result of a job, a checkpoint of it, or a directory that the server knows, beside what serves already.
+ * `shown`: what it is called on this page.
  */
 export async function load(source, shown) {
   // "ft:..." always means the weights themselves, so a result is loaded under another name
-  const name = source.startsWith("ftjob-") ? `tuned-${source.slice(-8)}` : source;
+  const [job, step] = source.split(":ckpt-step-");
+  const name = job.startsWith("ftjob-") ? `tuned-${job.slice(-8)}${step ? `-step-${step}` : ""}` : source;
   announce(`Loading ${shown}. What serves already goes on.`);
   try {
     await post(`models/${encodeURIComponent(name)}/load`, { source });

@@ -1,21 +1,83 @@
-"""The checkpoints of a job that can be gone on from."""
+"""The checkpoints of a job: which there are, what each is called, and the model that is made of one when it is asked
+for.
 
+A checkpoint is called as the job, or as its result, with `:ckpt-step-N` behind it, OpenAI's way. To be served, or to be
+trained on, it becomes a model directory as the job's result is one, in JOB_DIR/served/step-N, which stays until the job
+is deleted. That takes torch, which the server's process does not load, and is another process's work.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
+from fp8serve.server.faults import Code, Fault, safe_text
 from fp8serve.server.finetuning.job_records import Event, Job
 from fp8serve.server.finetuning.job_runner import JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
 
+_NAME = re.compile(r"(.+):ckpt-step-([0-9]{1,9})")
+EXPORT = (sys.executable, "-P", "-m", "fp8serve.train.export")
+
+
+def checkpoint_name(of: str, step: int) -> str:
+    """Of a checkpoint of the job, or result, that is called `of`."""
+    return f"{of}:ckpt-step-{step}"
+
+
+def parsed(name: str) -> tuple[str, int] | None:
+    """(job or result, step) of a checkpoint's name; None for another name."""
+    found = _NAME.fullmatch(name)
+    return None if found is None else (found[1], int(found[2]))
+
+
+def job_of(key: str) -> str:
+    """The job's id in the key of a source, which is that of a job or of a checkpoint."""
+    found = parsed(key)
+    return key if found is None else found[0]
+
 
 def written_checkpoints(store: JobStore, runner: JobRunner, job: Job) -> list[Event]:
     """Checkpoint events whose directory is still there. A directory gets its name only when it is whole."""
-    folder = runner.dir_of(job.id) / "out" / "checkpoints"
     newest: dict[int, Event] = {}
     for item in store.newest_events(job.id, 10_000, kind="checkpoint"):
         newest.setdefault(int(item.data["step"]), item)
-    return [item for step, item in newest.items() if (folder / f"step-{step}").is_dir()]
+    return [item for step, item in newest.items() if _folder(runner, job, step).is_dir()]
 
 
 def checkpoint_metrics(item: Event) -> dict[str, Any]:
     """What the trainer measured at a checkpoint."""
     return {k: v for k, v in item.data.items() if k != "step"}
+
+
+def checkpoint_model(store: JobStore, runner: JobRunner, job: Job, step: int) -> Path:
+    """The model directory of a checkpoint; made now, where it was not before. Blocks.
+
+    Fault 409: there is no such checkpoint, or no model can be made of it.
+    """
+    out = runner.dir_of(job.id) / "served" / f"step-{step}"
+    if not out.is_dir():
+        if not _folder(runner, job, step).is_dir():
+            steps = ", ".join(str(item.data["step"]) for item in written_checkpoints(store, runner, job)) or "none"
+            raise Fault(Code.JOB_STATE, f"The job has no checkpoint of step {step}; it has {steps}.", param="step")
+        _export(_folder(runner, job, step), out)
+    return out
+
+
+def source_key(store: JobStore, runner: JobRunner, job: Job, step: int | None) -> str:
+    """Of the job's result, where that is what `step` asks for, or of a checkpoint."""
+    last = next((int(item.data["step"]) for item in written_checkpoints(store, runner, job)), None)
+    is_result = job.status == "succeeded" and step == last and job.config.get("result", "last") == "last"
+    return job.id if step is None or is_result else checkpoint_name(job.id, step)
+
+
+def _folder(runner: JobRunner, job: Job, step: int) -> Path:
+    return runner.dir_of(job.id) / "out" / "checkpoints" / f"step-{step}"
+
+
+def _export(checkpoint: Path, out: Path) -> None:
+    done = subprocess.run([*EXPORT, str(checkpoint), str(out)], capture_output=True, text=True, check=False)
+    if done.returncode and not out.is_dir():  # another request may have been quicker
+        said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise Fault(Code.JOB_STATE, f"No model can be made of the checkpoint: {safe_text(said)}")

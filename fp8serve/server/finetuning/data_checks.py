@@ -6,20 +6,26 @@ configuration: for one that transformers computes another process tells it, whic
 
 import asyncio
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fp8serve.errors import DataError
+from fp8serve.errors import DataError, Fp8ServeError
 from fp8serve.model.config.decoder import read_config
-from fp8serve.model.text.examples import read_examples
+from fp8serve.model.text.data_files import is_lines
 from fp8serve.server.faults import Code, Fault, safe_text
 from fp8serve.server.parsing.parser_pool import SHORT
 from fp8serve.server.parsing.request_parser import RequestParser
 from fp8serve.server.schemas.finetune_bodies import FinetuneBody
+from fp8serve.server.serving.verification import MeasuredRow
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.memory import memory_estimate
-from fp8serve.train.validate import look_at_data
+from fp8serve.train.validate import look_at_data, read_files, some_rows
+
+log = logging.getLogger("fp8serve.server")
+
+MEASURED_TOKENS = 2048
 
 
 async def check_data(parser: RequestParser, body: FinetuneBody, config: TrainConfig, check_files: bool) -> None:
@@ -31,9 +37,9 @@ async def check_data(parser: RequestParser, body: FinetuneBody, config: TrainCon
         if not report["ok"]:
             raise Fault(Code.INVALID_PARAMETER, "No row of data has a token to learn within seq_len.", param="data")
     elif check_files:
-        await _check_rows(parser, config.data, "data")
+        await _check_rows(parser, config, config.data, "data")
     if check_files:
-        await _check_rows(parser, config.eval_data, "validation_data")
+        await _check_rows(parser, config, config.eval_data, "validation_data")
 
 
 async def public_report(parser: RequestParser, config: TrainConfig) -> dict[str, Any]:
@@ -44,17 +50,34 @@ async def public_report(parser: RequestParser, config: TrainConfig) -> dict[str,
     return report | {"bad_lines": bad_lines, "memory_bytes": memory}
 
 
+async def measured_rows(parser: RequestParser, config: TrainConfig) -> list[MeasuredRow]:
+    """By which a job's result is compared with what serves: its held-out rows, or of a job without any, rows that it
+    learnt; none where they cannot be read. Prompts without an answer count whole."""
+    files = config.eval_data or config.data
+    try:
+        if _is_short(files):
+            rows = await asyncio.to_thread(some_rows, config, files, MEASURED_TOKENS)
+            found = [(row.ids.tolist(), row.loss.tolist()) for row in rows]
+        else:
+            asked = {"config": config.to_json(), "files": list(files), "most": MEASURED_TOKENS}
+            found = json.loads(await parser.look_at_rows("some_rows", json.dumps(asked).encode()))
+    except (Fp8ServeError, OSError) as error:
+        log.warning("the rows of a job cannot be read, so its perplexity is not measured: %s", error)
+        return []
+    return [MeasuredRow(tuple(ids), tuple(counts if any(counts[1:]) else [True] * len(ids))) for ids, counts in found]
+
+
 def _memory(config: TrainConfig, report: dict[str, Any]) -> dict[str, int]:
     model = read_config(config.model)
     return memory_estimate(model, config, report["microbatch_tokens"], report["trainable_fraction"])
 
 
-async def _check_rows(parser: RequestParser, files: Sequence[str], param: str) -> None:
+async def _check_rows(parser: RequestParser, config: TrainConfig, files: Sequence[str], param: str) -> None:
     try:
         if _is_short(files):
-            await asyncio.to_thread(read_examples, [Path(name) for name in files])
+            await asyncio.to_thread(read_files, config, files)
         else:
-            await parser.look_at_rows("rows", json.dumps(list(files)).encode())
+            await parser.look_at_rows("rows", json.dumps({"config": config.to_json(), "files": list(files)}).encode())
     except DataError as error:
         raise Fault(Code.INVALID_PARAMETER, str(error), param=param) from None
 
@@ -69,5 +92,5 @@ async def _report(parser: RequestParser, config: TrainConfig) -> dict[str, Any]:
 
 
 def _is_short(files: Sequence[str]) -> bool:
-    """Whether the files can be read here."""
-    return sum(Path(name).stat().st_size for name in files) <= SHORT
+    """Whether the files can be read here: a few bytes that were packed may be many."""
+    return all(map(is_lines, files)) and sum(Path(name).stat().st_size for name in files) <= SHORT

@@ -1,6 +1,6 @@
 """A job's directory, as the training process wants it.
 
-JOB_DIR/data.jsonl | data.txt   the rows (a hard link where they were uploaded), validation.* likewise
+JOB_DIR/data.jsonl | data.csv | ...   the rows (a hard link where they were uploaded), validation.* likewise
 JOB_DIR/job.json                TrainConfig
 JOB_DIR/out/                    checkpoints and the result
 """
@@ -18,6 +18,7 @@ from fp8serve.errors import Fp8ServeError, RequestError
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.storage.files import fsync
 from fp8serve.server.faults import Code, Fault
+from fp8serve.server.finetuning.graders import check_grader
 from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.server.parsing.rows import write_rows
 from fp8serve.server.schemas.bodies import Body
@@ -28,6 +29,7 @@ from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import check_length
 
 SEQ_LEN = TrainConfig.seq_len
+PRIVATE = ("model", "data", "eval_data", "out", "reward", "grader_url")
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class JobDirectories:
         """
         if file_id is not None:
             source = file_path(self.data_dir, self.store.file(file_id).id)
-            path = stem.with_suffix(source.suffix)
+            path = stem.with_name(stem.name + "".join(source.suffixes))
             _link(source, path)
             return [path]
         if rows is None:
@@ -77,6 +79,7 @@ class JobDirectories:
         self, directory: Path, body: FinetuneBody, source: Source, data: Sequence[Path], held_out: Sequence[Path]
     ) -> TrainConfig:
         """Fault when the trainer would refuse the numbers."""
+        check_grader(body.grader_url, self.settings.grader_urls)
         try:
             model = read_config(source.directory)
             seq_len = body.seq_len or min(SEQ_LEN, model.max_position_embeddings)
@@ -85,7 +88,7 @@ class JobDirectories:
                 body.hyper_parameters()
                 | {"model": str(source.directory.resolve()), "out": str(directory / "out"), "seq_len": seq_len}
                 | {"data": [str(p) for p in data], "eval_data": [str(p) for p in held_out]}
-                | {"device": self.settings.training_device}
+                | {"device": self.settings.training_device, "report_to": list(self.settings.report_to)}
             )
         except Fp8ServeError as error:
             raise Fault(Code.INVALID_PARAMETER, str(error)) from None
@@ -99,8 +102,8 @@ def write_config(directory: Path, config: TrainConfig) -> None:
 
 
 def public_config(config: TrainConfig) -> dict[str, Any]:
-    """What a job shows of its configuration: no place on our disk."""
-    shown = {k: v for k, v in json.loads(config.to_json()).items() if k not in ("model", "data", "eval_data", "out")}
+    """What a job shows of its configuration: no place on our disk, and no address, which may hold a password."""
+    shown = {k: v for k, v in json.loads(config.to_json()).items() if k not in PRIVATE}
     return shown | {"learning_rate": shown.pop("lr")}
 
 
@@ -123,7 +126,6 @@ def _link(source: Path, path: Path) -> None:
 
 def file_path(data_dir: Path, file_id: str) -> Path:
     """Where an upload lies. `file_id` is one that the file table holds. Fault 404 when its bytes are gone."""
-    for suffix in (".jsonl", ".txt"):
-        if (path := data_dir / "files" / (file_id + suffix)).exists():
-            return path
+    for path in (data_dir / "files").glob(f"{file_id}.*"):
+        return path
     raise Fault(Code.FILE_NOT_FOUND, "The file of that id is no longer there.", param="file_id")

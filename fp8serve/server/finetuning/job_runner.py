@@ -27,6 +27,8 @@ from fp8serve.server.finetuning.training_process import (
     lock_is_held,
 )
 from fp8serve.server.tasks import cancel
+from fp8serve.train.config import TrainConfig
+from fp8serve.train.job_process import job_config
 
 log = logging.getLogger("fp8serve.server")
 
@@ -35,6 +37,11 @@ WORKER = (sys.executable, "-P", "-m", "fp8serve.train.job_process")
 CANCEL_SECONDS = 60.0
 ERROR_SECONDS = 5.0
 MAX_CRASHES = 3
+
+
+def worker_command(processes: int) -> tuple[str, ...]:
+    """The training process of a job, which divides a step among so many, as far as it has microbatches for them."""
+    return WORKER if processes == 1 else (*WORKER, "--procs", str(processes))
 
 
 class JobRunner:
@@ -54,6 +61,7 @@ class JobRunner:
         self.closing = False
         self.closed = True
         self.changed = asyncio.Condition()
+        self.after_each: Callable[[], None] = lambda: None  # in a thread, when a job was seen through
         self._wait_idle = wait_idle
         self._wake = asyncio.Event()
         self._worker: TrainingProcess | None = None
@@ -62,6 +70,10 @@ class JobRunner:
     def dir_of(self, job_id: str) -> Path:
         """Where a job's process works; `job_id` is one that the table holds."""
         return self.root / job_id
+
+    def config_of(self, job_id: str) -> TrainConfig:
+        """What its process was told. JobError where that cannot be read."""
+        return job_config(self.dir_of(job_id))
 
     def result_dir(self, job: Job) -> Path:
         return self.dir_of(job.id) / "out" / "model"
@@ -96,6 +108,7 @@ class JobRunner:
         try:
             await self._wait_idle()
             await self._see_through(job)
+            await asyncio.to_thread(self.after_each)
         finally:
             self.busy = False
             await self._tell()
@@ -138,7 +151,8 @@ class JobRunner:
         return asked and self.store.move(job.id, "paused", "The job is paused.")
 
     async def _follow(self, worker: "TrainingProcess") -> None:
-        """Until the worker has ended: its events into the table, and a wish to cancel or to pause to the worker."""
+        """Until the worker has ended: write its events into the table, and pass requests to cancel or pause on to the
+        worker."""
         while True:
             ended = worker.ended()
             if await asyncio.to_thread(self._take_in, worker):

@@ -103,6 +103,24 @@ class JobStore:
         )
         return [as_job(row) for row in rows]
 
+    def ended(self) -> list[Job]:
+        """Jobs that have ended, the last first."""
+        marks = ",".join("?" * len(FINAL))
+        rows = self._rows(
+            f"SELECT * FROM jobs WHERE status IN ({marks}) ORDER BY finished_at DESC, number DESC", *sorted(FINAL)
+        )
+        return [as_job(row) for row in rows]
+
+    def delete_job(self, job_id: str) -> None:
+        """Forgets a job and its events. Fault 404, and 409 unless it has ended and nothing needs it any more."""
+        job = self.get(job_id)
+        with self._write() as db:
+            if (needed := _needed(db, job)) is not None:
+                raise Fault(Code.JOB_STATE, needed)
+            for table, column in (("events", "job"), ("idempotency", "job"), ("jobs", "id")):
+                db.execute(f"DELETE FROM {table} WHERE {column} = ?", (job_id,))
+        log.info("job %s was deleted", job_id, extra=logs.fields(job_id=job_id, state="deleted"))
+
     def counts(self) -> dict[str, int]:
         """Jobs in each state, all states named."""
         rows = self._rows("SELECT status, count(*) FROM jobs GROUP BY status")
@@ -307,6 +325,21 @@ class JobStore:
 
 
 _ENDED = {"succeeded": "succeeded", "failed": "failed", "cancelled": "was cancelled"}
+
+
+def _needed(db: sqlite3.Connection, job: Job) -> str | None:
+    """Why a job has to stay, in a sentence. A source is the id of a job, with a checkpoint's step behind it or not."""
+    status = db.execute("SELECT status FROM jobs WHERE id = ?", (job.id,)).fetchone()[0]
+    if status not in FINAL:
+        return f"The job has not ended, it is {status}; cancel it first."
+    below, beside = f"{job.id}:%", f"%{job.id}%"
+    if db.execute("SELECT 1 FROM activated WHERE source LIKE ?", (beside,)).fetchone():
+        return "The job's result was activated and is served when the server starts again; activate another first."
+    users = "id != ? AND (source = ? OR source LIKE ?)"
+    rows = db.execute(f"SELECT * FROM jobs WHERE {users}", (job.id, job.id, below)).fetchall()
+    if open_ones := [user.id for user in map(as_job, rows) if user.status not in (FINAL - {"failed"})]:
+        return f"The job {open_ones[0]} began with this one's result and may go on; cancel or delete it first."
+    return None
 
 
 def _idempotent(db: sqlite3.Connection, key: str, request: str, now: int) -> str | None:

@@ -1,4 +1,4 @@
-"""What a name can be made to serve: the directory that it was given, or the result of a fine-tune job."""
+"""What a name can be made to serve: the directory that it was given, the result of a fine-tune job, or a checkpoint."""
 
 import json
 import logging
@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fp8serve.server.faults import Code, Fault
+from fp8serve.server.finetuning.checkpoints import checkpoint_model, checkpoint_name, job_of, parsed
 from fp8serve.server.finetuning.job_records import Job
 from fp8serve.server.finetuning.job_runner import JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
@@ -27,19 +28,49 @@ class Sources:
     models: Registry
 
     def find(self, key: str, home: Source) -> Source:
-        """The weights behind "base", which are `home`, or behind a job. Fault 404 or 409 when there are none."""
-        return home if key == BASE else self.of_job(self.jobs.get(key), home)
+        """The weights behind "base", which are `home`, or behind a job or a checkpoint of one. Fault 404 or 409 when
+        there are none.
+        """
+        if key == BASE:
+            return home
+        checkpoint = self.checkpoint(key)
+        return self.of_job(self.jobs.get(key), home) if checkpoint is None else self.of_checkpoint(*checkpoint, home)
+
+    def knows(self, name: str) -> bool:
+        """Whether jobs have made something under that name."""
+        return self.result(name) is not None or self.checkpoint(name) is not None
+
+    def trained(self, name: str, home: Source) -> Source | None:
+        """What jobs have made under that name: a result, or a checkpoint. Fault 409: it cannot be served."""
+        if (job := self.result(name)) is not None:
+            return self.of_job(job, home)
+        return None if (checkpoint := self.checkpoint(name)) is None else self.of_checkpoint(*checkpoint, home)
 
     def of_job(self, job: Job, home: Source) -> Source:
         """Its result, to be served as `home` is. Fault 409 when there is none."""
-        directory = self.runner.result_dir(job)
-        if job.status != "succeeded" or not directory.is_dir():
-            raise Fault(Code.JOB_STATE, f"Only a job that succeeded can be served; this one is {job.status}.")
-        if is_adapter(job):
-            hint = "Activate it beside its model, or train without lora_rank."
-            raise Fault(Code.JOB_STATE, "The job's result is an adapter, which is no model by itself.", hint=hint)
+        directory = self._result_directory(job)
+        _refuse_adapter(job)
+        return self._made(home, job.id, job.model_id, directory)
+
+    def of_checkpoint(self, job: Job, step: int, home: Source) -> Source:
+        """A checkpoint, as a model like the job's result; made now, where it was not before. Fault 409 when there is
+        none.
+        """
+        _refuse_adapter(job)
+        key, name = (checkpoint_name(of, step) for of in (job.id, job.model_id))
+        return self._made(home, key, name, checkpoint_model(self.jobs, self.runner, job, step))
+
+    def _made(self, home: Source, key: str, name: str, directory: Path) -> Source:
         options = replace(home.options, recipe="stored", scales=None)
-        return replace(home, key=job.id, model_id=job.model_id, directory=directory, options=options)
+        return replace(home, key=key, model_id=name, directory=directory, options=options)
+
+    def checkpoint(self, name: str) -> tuple[Job, int] | None:
+        """The job and the step that the name of a checkpoint says; None where it is none, or of no job here."""
+        if (found := parsed(name)) is None:
+            return None
+        of, step = found
+        job = next((job for job in self.jobs.jobs(limit=MANY) if of in (job.id, job.model_id)), None)
+        return None if job is None else (job, step)
 
     def first(self, home: Source, mark: str) -> list[Source]:
         """What a model is to serve when it starts, the best first: what was activated under `mark`, and its own."""
@@ -62,16 +93,29 @@ class Sources:
         """Jobs that succeeded with an adapter as their result, newest first."""
         return [job for job in self.jobs.jobs(limit=most, status="succeeded") if is_adapter(job)]
 
-    def adapter(self, name: str) -> Job | None:
-        """The job that succeeded with an adapter whose id, or whose result's, is `name`."""
-        return next((job for job in self.adapters(MANY) if name in (job.id, job.model_id)), None)
+    def adapter(self, name: str) -> tuple[Job, int | None] | None:
+        """The job that succeeded with an adapter whose id, or whose result's, is `name`; or of which that is a
+        checkpoint, with its step.
+        """
+        if (checkpoint := self.checkpoint(name)) is not None:
+            return checkpoint if is_adapter(checkpoint[0]) else None
+        job = next((job for job in self.adapters(MANY) if name in (job.id, job.model_id)), None)
+        return None if job is None else (job, None)
 
-    def of_adapter(self, job: Job, name: str | None = None) -> AdapterSource:
-        """The adapter that a job trained, under its own name or another. Fault 409 when there is none."""
+    def of_adapter(self, job: Job, step: int | None = None, name: str | None = None) -> AdapterSource:
+        """The adapter that a job trained, or had at a step, under its own name or another. Fault 409 when there is
+        none.
+        """
+        if step is not None:
+            key, root = (checkpoint_name(of, step) for of in (job.id, job.model_id))
+            return AdapterSource(name or root, root, checkpoint_model(self.jobs, self.runner, job, step), key)
+        return AdapterSource(name or job.model_id, job.model_id, self._result_directory(job), job.id)
+
+    def _result_directory(self, job: Job) -> Path:
         directory = self.runner.result_dir(job)
         if job.status != "succeeded" or not directory.is_dir():
             raise Fault(Code.JOB_STATE, f"Only a job that succeeded can be served; this one is {job.status}.")
-        return AdapterSource(name or job.model_id, job.model_id, directory, job.id)
+        return directory
 
     def check_beside(self, job: Job, model: ServedModel) -> None:
         """Fault 409 unless `model` serves the weights beside which the job trained its adapter."""
@@ -98,9 +142,15 @@ class Sources:
 
     def _job_or_none(self, key: str) -> Job | None:
         try:
-            return None if key == BASE else self.jobs.get(key)
+            return None if key == BASE else self.jobs.get(job_of(key))
         except Fault:
             return None
+
+
+def _refuse_adapter(job: Job) -> None:
+    if is_adapter(job):
+        hint = "Activate it beside its model, or train without lora_rank."
+        raise Fault(Code.JOB_STATE, "The job's result is an adapter, which is no model by itself.", hint=hint)
 
 
 def is_adapter(job: Job) -> bool:

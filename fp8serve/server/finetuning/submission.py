@@ -99,7 +99,7 @@ class Submissions:
         return JobDirectories(self.settings, self.data_dir, self.store)
 
     def _refuse_if_not_allowed(self) -> None:
-        """Fault 409 when a job would run on the serving device and nobody said that it may; 503 while draining."""
+        """Fault 409 when a job would run on the serving device without permission; 503 while draining."""
         if self.draining.is_set():
             raise Fault(Code.DRAINING, "The server is shutting down.", retry_after=5)
         settings = self.settings
@@ -113,18 +113,17 @@ class Submissions:
             )
 
     def _training_source(self, model: str | None) -> Source:
-        """Weights to start from: what a name serves now, the default's if there is none, "base", or the result of an
-        earlier job by its model name or id.
+        """Weights to start from: what a name serves now, the default's if there is none, "base", or the result or a
+        checkpoint of an earlier job by its name or the job's id.
         """
         served = self.models.default if model is None else self.models.named(model)
         if served is not None:
             return served.home if served.current is None else served.current.source
         if model == BASE:
             return self.models.default.home
-        job = self.sources.result(str(model))
-        if job is None:
+        if (found := self.sources.trained(str(model), self.models.default.home)) is None:
             raise Fault(Code.MODEL_NOT_FOUND, "There is no model of that name to fine-tune.", param="model")
-        return self.sources.of_job(job, self.models.default.home)
+        return found
 
     def _enter(
         self, job_id: str, body: FinetuneBody, source: Source, config: TrainConfig, key: str | None, mark: str

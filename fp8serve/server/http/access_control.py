@@ -1,10 +1,10 @@
-"""The middleware that decides who may ask: by `scope["path"]` and headers and nothing else, denying by default.
+"""The middleware that decides who may ask, only by `scope["path"]` and headers, denying by default.
 
-Where keys are asked for, only the health routes are open without one, and a key opens the routes of its scopes
-(access/scopes.py). It arrives as `Authorization: Bearer KEY`, as `x-api-key: KEY`, as Anthropic's clients send it, or,
-so that a browser can open the console, as the password of HTTP Basic. Keys are compared in constant time. A request by
+If the server has keys, only the health routes are open without one, and a key allows the routes of its scopes
+(access/scopes.py). It is sent as `Authorization: Bearer KEY`, as `x-api-key: KEY` by Anthropic's clients, or,
+so that a browser can open the console, as the password of HTTP Basic. Keys are compared in constant time. A request to
 a name that is not this server's is refused (hosts.py), and a browser that acts for another site (`Sec-Fetch-Site`,
-`Origin`) may not change anything, key or no key.
+`Origin`) may not change anything, with or without a key.
 """
 
 import base64
@@ -26,7 +26,8 @@ SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class AccessControl:
-    """See the module. Handlers find who asks in `scope["caller"]`, and its name for the engine in `scope["tenant"]`."""
+    """See the module. Handlers find the caller in `scope["caller"]`, and its name for the engine in
+    `scope["tenant"]`."""
 
     def __init__(self, app: ASGIApp, settings: Settings, keys: KeyFile) -> None:
         self.app = app
@@ -84,7 +85,7 @@ _ANYONE = Caller(ANONYMOUS, ANONYMOUS, SCOPES)
 
 
 def key_of(scope: Scope) -> bytes:
-    """The key that a request carries, empty when there is none. `Authorization` counts where there are both headers."""
+    """The key of a request, empty when there is none. `Authorization` counts if there are both headers."""
     authorization = header(scope, b"authorization")
     return (header(scope, b"x-api-key") or b"").strip() if authorization is None else presented_key(authorization)
 

@@ -1,8 +1,8 @@
 """The outermost middleware: each response gets a request id and security headers, and is counted and logged.
 
 The log line holds the route's template, status and milliseconds; never a query string, a body or a header. In JSON
-(`fp8serve/logs.py`) it has them as fields, and tenant, tokens and the failure's code besides; every record made for a
-request has its ids. An exception that nobody expected becomes a small 500 without a word about where it happened.
+(`fp8serve/logs.py`) it has these as fields, and also the tenant, tokens and the failure's code; every record made for a
+request has its ids. An unexpected exception becomes a small 500 that does not say where it happened.
 """
 
 import logging
@@ -29,7 +29,7 @@ SECURITY_HEADERS = [
     (b"x-frame-options", b"DENY"),
 ]
 UNTRACED = OPEN_PATHS | {"/metrics"}
-"""What is asked for every few seconds, and by nobody that waits."""
+"""Routes that are polled every few seconds."""
 _REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 
 
@@ -53,7 +53,7 @@ class AccessLog:
             return await self._answer(scope, receive, _Answer(scope, send))
 
     def _begin(self, scope: Scope) -> TraceContext | RequestSpan | None:
-        """The span that the request is: ours where there is tracing, and its caller's where there is not."""
+        """The request's span: its own with tracing, otherwise its caller's."""
         if scope["path"] not in UNTRACED:
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             scope["span"] = self.tracing.begin(_method(scope), headers)
@@ -111,7 +111,7 @@ def _method(scope: Scope) -> str:
 
 
 def _route(scope: Scope) -> str:
-    """The route's template; a client cannot make labels or log text by asking for odd paths."""
+    """The route's template, so that a client cannot create labels or log text by asking for odd paths."""
     route = scope.get("route")
     if scope["path"] == "/openapi.json":
         return "/openapi.json"

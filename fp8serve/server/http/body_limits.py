@@ -1,7 +1,7 @@
 """The middleware that reads a request's body before its handler runs, within a size (413) and a time (408).
 
 So no handler ever holds a half-sent request. Uploads are streamed by their own handler and only timed there. All long
-bodies together are bounded as well (429); a short one is always taken. A compressed one is refused (415).
+bodies together are bounded as well (429); a short one is always accepted. A compressed one is refused (415).
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class BodyLimits:
             holding.give_back()
 
     def holds(self, more: int) -> int:
-        """Bytes of all requests together, were there `more`."""
+        """Bytes of all requests together, and `more`."""
         return self._held + more
 
     def take(self, more: int) -> None:
@@ -79,13 +79,13 @@ class BodyLimits:
 
 
 class _Holding:
-    """What one request holds of the bytes that all may hold; its first SHORT_BODY are free."""
+    """The bytes that one request holds of those that all may hold; its first SHORT_BODY do not count."""
 
     def __init__(self, limits: BodyLimits) -> None:
         self._limits, self._bytes = limits, 0
 
     def hold(self, size: int) -> None:
-        """`size` bytes so far. Fault 429 when they are too many beside those of others."""
+        """Records `size` bytes so far. Fault 429 when they are too many together with those of others."""
         more = max(0, size - SHORT_BODY) - self._bytes
         if more and self._limits.holds(more) > self._limits.held_bytes:
             hint = "Try again in a moment."
@@ -99,7 +99,7 @@ class _Holding:
 
 
 def _encoded(scope: Scope) -> bool:
-    """Whether a body comes that is compressed, or says so."""
+    """Whether a body is compressed, or says so."""
     encoding = header(scope, b"content-encoding") or b"identity"
     return scope["method"] in TAKE_BODY and encoding.strip().lower() != b"identity"
 

@@ -1,9 +1,9 @@
-"""One connection, on which nobody may wait for ever: uvicorn's HTTP/1.1 protocol with two more limits.
+"""One connection, on which nobody can wait for ever: uvicorn's HTTP/1.1 protocol with two more limits.
 
-`header_seconds`: from the moment a connection is open, or the first byte of a further request, until the request's
-last header has come; then 408. `send_seconds`: that a client takes none of an answer that waits for it; then
-the connection is reset, which ends the generation behind it. uvicorn itself closes a connection that is idle between
-two requests; `body_limits.py` and `uploads.py` give bodies their time.
+`header_seconds`: the longest time from opening a connection, or from the first byte of a later request, to the
+request's last header; then 408. `send_seconds`: the longest time for which a client may take nothing of a waiting
+answer; then the connection is reset, which ends its generation. uvicorn itself closes a connection that is idle between
+two requests; `body_limits.py` and `uploads.py` limit the time for bodies.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""From an exception in a handler to an answer: faults as they are, the rest translated first."""
+"""Turns an exception in a handler into an answer: faults as they are, others translated first."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -39,7 +39,7 @@ async def _on_fault(request: Request, error: Exception) -> Response:
 
 
 async def _on_ours(request: Request, error: Exception) -> Response:
-    """An error of another room that no handler expected: the user's fault by definition, except where the machine lacks
+    """An fp8serve error that no handler expected: the user's fault by definition, except if the machine lacks
     something.
     """
     if isinstance(error, MachineError):
@@ -49,14 +49,14 @@ async def _on_ours(request: Request, error: Exception) -> Response:
 
 
 async def _on_os_error(request: Request, error: Exception) -> Response:
-    """A full or failing disk, wherever it is met; any other is our mistake."""
+    """A full or failing disk, wherever it occurs; any other OSError is a bug."""
     if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
         return _render(request, disk_fault(error.strerror or "no reason is given"))
     raise error
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:
-    """Nobody reads this; the status is for the metrics."""
+    """No client receives this; the status is for the metrics."""
     return Response(status_code=CLIENT_CLOSED)
 
 
@@ -75,7 +75,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> set[str]:
-    """What the path of `request` takes, over all routes that it matches."""
+    """The methods of the path of `request`, over all routes that it matches."""
     scope = {"type": "http", "path": request.scope["path"], "headers": []}
 
     def allowed(method: str) -> bool:
@@ -95,10 +95,10 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
 
 
 def fault_of(errors: Sequence[Any]) -> Fault:
-    """The first of pydantic's complaints, in our words, without what was sent. A complaint about one branch of a union
-    names the field.
+    """The first of pydantic's errors, in our words, without the values that were sent. An error about one branch of a
+    union names the field.
     """
-    first = errors[0]
+    first = _of_the_branch_meant(errors)
     kind, place = str(first["type"]), _place(first["loc"])
     if kind == "json_invalid":
         return Fault(Code.INVALID_JSON, "The request body is not valid JSON.")
@@ -119,6 +119,13 @@ def fault_of(errors: Sequence[Any]) -> Fault:
     return Fault(
         Code.INVALID_PARAMETER, f"{place or 'The request'}: {message[:1].lower()}{message[1:]}.", param=place or None
     )
+
+
+def _of_the_branch_meant(errors: Sequence[Any]) -> Any:
+    """The first error; if it only says that a value has the type of another branch of a union, that branch's error."""
+    place = _place(errors[0]["loc"])
+    same = [error for error in errors if _place(error["loc"]) == place]
+    return next((error for error in same if not str(error["type"]).endswith("_type")), errors[0])
 
 
 def _place(location: Sequence[Any]) -> str:

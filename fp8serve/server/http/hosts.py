@@ -1,10 +1,10 @@
 """Which names this server answers to, and which pages may act on it.
 
-A page of another site can reach a server on the reader's own machine: its name is made to lead to 127.0.0.1 after it
-was loaded (DNS rebinding), and the browser then takes the server for a part of that site. Such a request carries the
-site's name in `Host`. So a server that listens on this machine alone and has no key answers only to the names of this
-machine. `--allowed-host` adds names, and makes any server check. A request that changes something and comes from a
-page (`Origin`) must come from a page of the server itself.
+A page of another site can reach a server on the reader's own machine: after the page was loaded, its name is changed to
+point to 127.0.0.1 (DNS rebinding), and the browser then considers the server a part of that site. Such a request has
+the site's name in `Host`. So a server that listens only on this machine and has no key answers only to the names of
+this machine. `--allowed-host` adds names, and makes any server check them. A request that changes something and comes
+from a page (`Origin`) must come from a page of the server itself.
 """
 
 import re
@@ -43,7 +43,7 @@ def _header(scope: Scope, name: bytes) -> str:
 
 
 def _name(place: str) -> str:
-    """`localhost` of `localhost:8000`; empty for what is no place."""
+    """`localhost` for `localhost:8000`; empty for an invalid address."""
     found = _PLACE.fullmatch(place)
     return _plain(found[1]) if found else ""
 

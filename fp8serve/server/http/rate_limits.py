@@ -1,4 +1,4 @@
-"""The middleware that holds tenants to their limits (access/limits.py) on the routes of the scope `generate`.
+"""The middleware that enforces the limits of tenants (access/limits.py) on the routes of the scope `generate`.
 
 Handlers find the request's `Visit` in `scope["visit"]`. Every answer has the tenant's bounds in its headers.
 """

@@ -1,4 +1,4 @@
-"""What every middleware needs of an ASGI request: its headers, its body again, and a way to refuse it."""
+"""What every middleware needs from an ASGI request: its headers, its body again, and a way to refuse it."""
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -6,7 +6,7 @@ from fp8serve import logs
 from fp8serve.server.faults import Fault
 
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
-"""Answered without a key, whatever name the request asks for."""
+"""Paths that are answered without a key, whatever name the request asks for."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 

@@ -1,7 +1,7 @@
 """Server-sent events, and noticing that the client has gone.
 
 `EventStream` sends what an async generator yields, adds a comment after a silence so that proxies keep the
-connection, and closes the generator the moment the client disconnects, which is what aborts a generation. The
+connection, and closes the generator the moment the client disconnects, which aborts the generation. The
 generator must not raise: its author turns failures into an error event, because after a 200 nothing else can be
 said. `until_disconnect` gives plain JSON handlers the same. No `request.is_disconnected()` here: behind middleware
 it does not see a disconnect in time.
@@ -29,7 +29,7 @@ class ClientGoneError(Exception):
 
 
 def to_json(value: Any) -> str:
-    """Compact JSON; a NaN or infinity is a bug of ours and raises."""
+    """Compact JSON; a NaN or infinity is a bug and raises."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
@@ -71,7 +71,7 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             await cancel(gone)
-            with contextlib.suppress(RuntimeError):  # it is running only if we were cancelled inside it
+            with contextlib.suppress(RuntimeError):  # it is running only if this task was cancelled inside it
                 await self.events.aclose()
             self.on_close()
 

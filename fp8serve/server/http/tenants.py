@@ -1,10 +1,10 @@
-"""Who asks, as the engine is told: a name for sharing its time fairly and for keeping cached prompts apart.
+"""Names of tenants for the engine, which shares its time fairly among them and keeps their cached prompts separate.
 
-A tenant is that of the API key, or, where none is asked for, the address a connection comes from. Nothing inside a
-request counts, such as OpenAI's `user` or a forwarding header: whoever could choose a tenant could have the share of
-many, or find out by the time of an answer what another has asked. So everyone behind one proxy is one, and so are the
-keys of one tenant; the engine shares a tenant's time among its requests. Of an IPv6 address the network counts: its
-owner has all the rest.
+The tenant is that of the API key or, on a server without keys, the address of the connection. Nothing inside a
+request counts, such as OpenAI's `user` or a forwarding header: a client that could choose its tenant could have the
+share of many, or find out by the time of an answer what another has asked. So all clients behind one proxy are one
+tenant, and so are the keys of one tenant; the engine shares a tenant's time among its requests. For an IPv6 address
+the network counts, because its owner has all addresses in it.
 """
 
 import hashlib
@@ -23,10 +23,10 @@ SECRET_BYTES = 32
 
 
 class Tenants:
-    """Names made with a secret: they say nothing about keys, and nobody without it can make one.
+    """Names made with a secret: they reveal nothing about keys, and cannot be made without the secret.
 
     A prefix cache that is kept across restarts is found by these names, so the secret is kept beside it, in the first
-    `cache_dir` of the server's models; without one it is of this process alone.
+    `cache_dir` of the server's models. Without a `cache_dir`, only this process has the secret.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -35,13 +35,13 @@ class Tenants:
         self._secret = secrets.token_bytes(SECRET_BYTES) if folder is None else _kept(folder)
 
     def name(self, scope: Scope, named: str | None) -> str:
-        """The tenant of a request whose key is of the tenant `named`, or that needed none."""
+        """The tenant of a request whose key belongs to the tenant `named`, or that needed no key."""
         who = f"named:{named}" if named is not None else f"from:{_network(scope)}"
         return hashlib.blake2b(who.encode(), key=self._secret, digest_size=16).hexdigest()
 
 
 def _kept(folder: Path) -> bytes:
-    """The secret of a directory, which the first server that needs it makes; a new one where none can be kept."""
+    """The secret of a directory, which the first server that needs it creates; a new one if none can be kept."""
     new, path = secrets.token_bytes(SECRET_BYTES), folder / "tenants.secret"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def _kept(folder: Path) -> bytes:
 
 
 def _write(path: Path, secret: bytes) -> None:
-    """Whole or not at all; of two servers that write at the same time the first is the one that counts."""
+    """Writes the secret whole or not at all; of two servers that write at the same time, the first one's counts."""
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     temporary.unlink(missing_ok=True)
     with os.fdopen(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:

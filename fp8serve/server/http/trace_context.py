@@ -2,8 +2,8 @@
 
     00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01    version, trace id, parent's span id, flags
 
-A header that is not valid, or comes twice, is as good as none, as the specification asks. A version that is newer than
-ours may have more fields behind these.
+A header that is not valid, or comes twice, is ignored, as the specification demands. A newer version of the header may
+have more fields after these.
 """
 
 import re
@@ -22,7 +22,7 @@ class TraceContext(NamedTuple):
 
 
 def trace_context(scope: Scope) -> TraceContext | None:
-    """That of the request, None where it names none."""
+    """The trace context of the request; None if it has none."""
     found = [value for name, value in scope["headers"] if name == b"traceparent"]
     match = _HEADER.fullmatch(found[0].decode("latin-1").strip()) if len(found) == 1 else None
     if match is None:

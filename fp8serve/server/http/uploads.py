@@ -18,6 +18,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
+from fp8serve.model.text.data_files import TEXT_SUFFIXES, ending_of, is_lines
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.streams import ClientGoneError
 from fp8serve.server.settings import ServerLimits
@@ -41,16 +42,18 @@ class Upload:
 
 class RowBounds:
     """Counts the rows of a file as its bytes pass: lines, or paragraphs of plain text. Fault for one too many or too
-    large.
+    large. What a packed file holds is bounded where it is read, by a process with limits.
     """
 
-    def __init__(self, limits: ServerLimits, text: bool) -> None:
-        self.limits, self.text = limits, text
+    def __init__(self, limits: ServerLimits, text: bool, counts: bool = True) -> None:
+        self.limits, self.text, self.counts = limits, text, counts
         self.rows = 0
         self._size = 0  # of the row so far
         self._blank = True  # the line so far
 
     def take(self, piece: bytes) -> None:
+        if not self.counts:
+            return
         *whole, rest = piece.split(b"\n")
         for line in whole:
             self._grow(line)
@@ -120,7 +123,8 @@ class _Parts:
             if self.upload.filename is not None:
                 raise Fault(Code.INVALID_PARAMETER, "Send one file in one request.", param="file")
             self.upload.filename = options.get(b"filename", b"upload.jsonl").decode("utf-8", "replace")[:255]
-            self.bounds = RowBounds(self.limits, is_text(self.upload.filename))
+            ending = ending_of(self.upload.filename)
+            self.bounds = RowBounds(self.limits, ending in TEXT_SUFFIXES, is_lines(ending))
 
     def part_data(self, data: bytes, start: int, end: int) -> None:
         piece = data[start:end]
@@ -144,11 +148,6 @@ class _Parts:
 
     def end(self) -> None:
         self.done = True
-
-
-def is_text(filename: str) -> bool:
-    """Plain text rather than JSON lines, as far as the client's name for it tells."""
-    return filename.lower().endswith((".txt", ".md"))
 
 
 async def receive_upload(request: Request, path: Path, limits: ServerLimits) -> Upload:

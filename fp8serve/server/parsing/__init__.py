@@ -1,1 +1,1 @@
-"""What clients sent becomes token ids and checked bodies, in processes with limits of processor time and memory."""
+"""Turns requests into token ids and checked bodies, in processes with limits of processor time and memory."""

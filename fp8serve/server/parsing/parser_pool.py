@@ -1,10 +1,10 @@
 """The front's handle on the processes that read what clients send (`parser_process.py`).
 
-What is short is read where it arrives, in a thread: its cost is bounded by its length, to a few milliseconds. What is
-longer, and whatever runs a model's template, is read by a parser process, under limits of processor time and memory;
-one that exceeds them ends, and another is started for the next job. One of two processes never takes long jobs, so that
-a short one waits for no long one. What waits is bounded, in bytes: a job beyond that is refused with 429 at once. A job
-whose caller goes away is given up, with its process.
+Short requests are read where they arrive, in a thread: their cost is bounded by their length, to a few milliseconds.
+Longer ones, and everything that runs a model's template, are read by a parser process, under limits of processor time
+and memory. A process that exceeds them ends, and another is started for the next job. One of the two processes never
+takes long jobs, so that a short job does not wait for a long one. The bytes that may wait are bounded: a job beyond
+that is refused with 429 at once. A job whose caller goes away is given up, with its process.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8serve import errors
+from fp8serve.ending import without_interrupts
 from fp8serve.errors import Fp8ServeError, MachineError
 from fp8serve.logs import LogFormat
 from fp8serve.server.faults import Code, Fault
@@ -28,7 +29,7 @@ SHORT = 1 << 13
 """Characters or bytes that are read where they arrive."""
 COMMAND = (sys.executable, "-P", "-m", "fp8serve.server.parsing.parser_process")
 WAIT_SECONDS = 60.0
-"""On top of its processor time, before a parser process that does not answer counts as hung."""
+"""Seconds beyond its processor time after which a parser process that does not answer counts as hung."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class ParserProcess:
         self._command = (*COMMAND, log_format)
 
     async def perform(self, head: Head, body: bytes, allowance: Allowance) -> Answer:
-        """The answer to a job. Fault 400 when it needs more than it may use; an error of ours as its own class."""
+        """The answer to a job. Fault 400 when it needs more than it may use; fp8serve's own errors are raised as
+        such."""
         frame = pack(head | {"cpu": allowance.cpu, "memory": allowance.memory}, body)
         try:
             async with asyncio.timeout(WAIT_SECONDS + 10 * allowance.cpu):
@@ -75,8 +77,8 @@ class ParserProcess:
         return json.loads(await self._reader.readexactly(head)), await self._reader.readexactly(body)
 
     def _is_alive(self) -> bool:
-        """Whether the process can take a job. The socket says so at once; asyncio hears of an end some time later, and
-        until then the next job would be blamed for it."""
+        """Whether the process can take a job. The socket tells at once; asyncio learns of the end of a process only
+        later, and until then the next job would be blamed for it."""
         if self._process is None:
             return False
         try:
@@ -88,12 +90,13 @@ class ParserProcess:
         return False
 
     async def _start(self) -> None:
-        """All or nothing, also when whoever waits for it goes away in the middle."""
+        """Starts the process, all or nothing, even if the waiting caller goes away meanwhile."""
         ours, theirs = socket.socketpair()
         with theirs:
             reader, writer = await asyncio.open_unix_connection(sock=ours)
             try:
-                self._process = await asyncio.create_subprocess_exec(*self._command, stdin=theirs.fileno())
+                with without_interrupts():
+                    self._process = await asyncio.create_subprocess_exec(*self._command, stdin=theirs.fileno())
             except OSError as error:
                 raise MachineError(f"No process can be started to read the request: {error.strerror}.") from None
             finally:
@@ -175,7 +178,7 @@ def _error(answer: dict[str, Any]) -> Exception:
 
 
 def _gone(head: Head, status: int | None) -> Exception:
-    """What the end of a parser process in the middle of a job means, by its exit status; None: it did not answer."""
+    """The fault for a parser process that ended in the middle of a job, by its exit status; None: it did not answer."""
     if status == -signal.SIGPROF:
         return _too_much(head, "processor time")
     if status in (-signal.SIGABRT, -signal.SIGKILL):  # the allocator gave up, or the kernel chose it

@@ -188,10 +188,21 @@ def _dry_run(head: Head, body: bytes) -> Answer:
 
 
 def _rows(head: Head, body: bytes) -> Answer:
-    from fp8serve.model.text.examples import read_examples
+    from fp8serve.train.config import TrainConfig
+    from fp8serve.train.validate import read_files
 
-    read_examples([Path(name) for name in json.loads(body)])
+    asked = json.loads(body)
+    read_files(TrainConfig.from_json(asked["config"]), asked["files"])
     return {}, b""
+
+
+def _some_rows(head: Head, body: bytes) -> Answer:
+    from fp8serve.train.config import TrainConfig
+    from fp8serve.train.validate import some_rows
+
+    asked = json.loads(body)
+    rows = some_rows(TrainConfig.from_json(asked["config"]), asked["files"], asked["most"])
+    return {}, json.dumps([[row.ids.tolist(), row.loss.tolist()] for row in rows]).encode()
 
 
 JOBS: dict[str, Callable[[Head, bytes], Answer]] = {
@@ -205,6 +216,7 @@ JOBS: dict[str, Callable[[Head, bytes], Answer]] = {
     "check": _check,
     "dry_run": _dry_run,
     "rows": _rows,
+    "some_rows": _some_rows,
 }
 
 

@@ -1,7 +1,7 @@
-"""From what a client sent to what the engine takes: bodies checked, prompts as token ids, and nobody else kept waiting.
+"""Turns a client's request into the engine's input: checked bodies, prompts as token ids, without delaying others.
 
-A text that cannot fit the context, whatever its tokens are, is refused by its length (`model/text/text_bound.py`); one
-that `truncate` will cut is not, and neither is a conversation, whose template may leave things out.
+A text that cannot fit the context, whatever its tokens are, is refused by its length (`model/text/text_bound.py`). This
+does not apply to a text that `truncate` will cut, nor to a conversation, whose template may leave parts out.
 """
 
 import asyncio
@@ -33,11 +33,11 @@ class RequestParser:
     def __init__(self, limits: ServerLimits, log_format: LogFormat = "plain") -> None:
         self.pool = ParserPool(limits.reading_bytes, log_format)
         self.limits = limits
-        self._good_forms: dict[bytes, None] = {}  # that were read lately, the oldest first
+        self._good_forms: dict[bytes, None] = {}  # read recently, the oldest first
         self.allowance = Allowance(limits.reading_seconds, limits.reading_memory)
 
     async def prompts(self, served: Served, prompts: Sequence[Prompt], cut: int | None = None) -> list[Ids]:
-        """Token ids of each prompt; with `cut`, of each the last so many. Fault for one that is empty or too long."""
+        """Token ids of each prompt; with `cut`, only the last so many. Fault for one that is empty or too long."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         for text in texts if cut is None else ():
             check_fit(served, served.tokenizer.fewest_tokens(text), "at least ")
@@ -52,7 +52,7 @@ class RequestParser:
         return [tuple(ids) for ids in all_ids]
 
     async def texts(self, served: Served, asked: Sequence[Asked]) -> list[Read]:
-        """Of each text, or pair of texts, the token ids, and for each of which text it is; `around` is of all the same.
+        """The token ids of each text, or pair of texts, and for each id its text; `around` is the same for all.
 
         Fault: one is too long, or has no tokens.
         """
@@ -82,7 +82,7 @@ class RequestParser:
         return tuple((await self._ids(served, head, plain(messages)))[0])
 
     async def count(self, served: Served, messages: list[Message], variables: dict[str, Any]) -> int:
-        """How many tokens the conversation has, be they more than the context holds."""
+        """How many tokens the conversation has, even if they are more than the context holds."""
         return int((await self._ask(served, {"op": "count", "variables": variables}, plain(messages)))[0]["count"])
 
     async def form(self, form: dict[str, str]) -> None:
@@ -118,7 +118,7 @@ class RequestParser:
             raise Fault(Code.TEMPLATE_ERROR, str(error), param="messages") from None
 
     def sizes(self, context: int) -> Sizes:
-        """What one request may hold for weights with such a context."""
+        """How much one request may hold for weights with such a context."""
         return Sizes(self.limits.prompts, self.limits.chat_messages, context, self.limits.texts)
 
     async def body(self, model: type[Any], raw: bytes, folder: Path, context: int) -> bytes:
@@ -136,7 +136,7 @@ class RequestParser:
         return content
 
     async def look_at_rows(self, job: str, about: bytes) -> bytes:
-        """What a parser process says of training data, as JSON. Raises the data's own errors."""
+        """A parser process's report on training data, as JSON. Raises the data's own errors."""
         allowance = Allowance(self.limits.validation_seconds, self.limits.validation_memory)
         return (await self.pool.look_at_rows({"op": job}, about, allowance))[1]
 

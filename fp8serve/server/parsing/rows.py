@@ -1,4 +1,4 @@
-"""Rows of training data from a request into a file, within the server's limits."""
+"""Writes rows of training data from a request into a file, within the server's limits."""
 
 import json
 from collections.abc import Sequence

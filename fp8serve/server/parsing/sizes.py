@@ -1,6 +1,6 @@
-"""How much a valid request may hold, where the limit is this server's and not the protocol's.
+"""How much a valid request may hold, by limits of this server and not of the protocol.
 
-Checked where a body is read, so that one that is too large costs the front nothing: in a parser process if it is long.
+It is checked where a body is read (in a parser process if it is long), so that a large body does not delay the front.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ def _too_many(count: int, what: str, limit: int, param: str) -> Fault:
 
 
 def too_long(tokens: int, context: int, least: str = "") -> Fault:
-    """A prompt alone leaves no room for an answer."""
+    """The fault for a prompt that leaves no room for an answer."""
     return Fault(
         Code.CONTEXT_LENGTH_EXCEEDED,
         f"The prompt has {least}{tokens} tokens, but this model's context holds {context}.",

@@ -1,7 +1,7 @@
-"""A text, or a pair of texts, as a model that embeds or scores reads it, and how much of it is read at most.
+"""How a model that embeds or scores reads a text, or a pair of texts, and how much of it is read at most.
 
-Of a pair the longer text loses its end first, as in sentence-transformers; of one that stands in a prompt that judges
-it, the document does, for the prompt must stay whole.
+The longer text of a pair is cut first, as in sentence-transformers. Within a prompt that judges a pair, the document is
+cut, because the prompt must stay whole.
 """
 
 from collections.abc import Sequence
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from fp8serve.model.text.tokenizer import Tokenizer
 
-Read = tuple[list[int], list[int]]  # ids, and 0 or 1 for each: of which text of a pair it is
+Read = tuple[list[int], list[int]]  # ids, and 0 or 1 for each: its text in a pair
 
 
 @dataclass(frozen=True)
 class Asked:
-    """most: tokens of all that is read; None: all. document: tokens of the second text, or of the only one, before
-    that. around: what stands before a pair, between its texts and behind them."""
+    """most: tokens to read in all; None: no limit. document: tokens of the second text, or of the only one, before
+    that. around: the texts before a pair, between its texts and after them."""
 
     first: str
     second: str | None = None
@@ -29,7 +29,7 @@ class Asked:
 
 
 def read_text(tokenizer: Tokenizer, asked: Asked) -> Read:
-    """Ids, which may be more than the model reads where nothing is to be cut, or a prompt leaves no room."""
+    """The ids. They may be more than the model reads, if nothing is to be cut or a prompt leaves no room."""
     first, second = asked.first, asked.second
     if asked.document is not None and second is None:
         first = tokenizer.beginning(first, asked.document)
@@ -43,11 +43,11 @@ def read_text(tokenizer: Tokenizer, asked: Asked) -> Read:
 
 
 def _judged(tokenizer: Tokenizer, before: str, document: str, behind: str, most: int | None) -> list[int]:
-    """`before`, so much of the document as fits, `behind`."""
+    """`before`, as much of the document as fits, and `behind`."""
     if most is None:
         return tokenizer.encode(f"{before}{document}{behind}")
     room = most - len(tokenizer.encode(before + behind))
-    while room > 0:  # where texts meet, tokens may be others: rarely more than one round
+    while room > 0:  # tokens may differ where texts meet; rarely more than one round
         found = tokenizer.encode(f"{before}{tokenizer.beginning(document, room)}{behind}")
         if len(found) <= most:
             return found

@@ -1,1 +1,1 @@
-"""What clients may send and what they are answered, as pydantic models."""
+"""Requests and answers as pydantic models."""

@@ -5,7 +5,7 @@
     guided_choice, guided_grammar
     grammar                                          llama.cpp: a text; text-generation-inference: an object
 
-All of them become `json_schema`, `regex` or `grammar` of SamplingParams, which the engine holds every token to
+All of them become `json_schema`, `regex` or `grammar` of SamplingParams, which the engine enforces for every token
 (engine/grammar.py).
 """
 
@@ -26,7 +26,7 @@ Choices = Annotated[list[Text], Field(min_length=1, max_length=1024)]
 
 
 class JsonSchema(Strict):
-    """`schema` is what counts; OpenAI's other fields are for people, and `strict` holds here in any case."""
+    """Only `schema` counts; OpenAI's other fields are for people, and an answer here is always strict."""
 
     name: Annotated[str, Field(max_length=64)] = ""
     description: str | None = None
@@ -124,14 +124,14 @@ class Formed(Strict):
     guided_regex: Text | None = None
     guided_choice: Choices | None = None
     guided_grammar: Text | None = None
-    grammar: Any = None  # which each family of routes spells in its way
+    grammar: Any = None  # each family of routes spells it in its own way
 
     def form(self) -> Form:
         """As keyword arguments of SamplingParams."""
         return _only(self.forms()) or {}
 
     def forms(self) -> dict[str, Form | None]:
-        """By the field that asks for it."""
+        """The forms by the fields that ask for them."""
         objects = ("response_format", "structured_outputs")
         given = {name: value.params() for name in objects if (value := getattr(self, name)) is not None}
         own = _form("grammar", self.grammar) if isinstance(self.grammar, str | None) else self.grammar.params()
@@ -150,7 +150,7 @@ class Formed(Strict):
 
 
 def _only(forms: dict[str, Form | None]) -> Form | None:
-    """The one that is given, if any; a complaint about two."""
+    """The only field that is given, if any; an error if there are two."""
     given = [name for name, form in forms.items() if form]
     if len(given) > 1:
         raise PydanticCustomError(

@@ -1,4 +1,4 @@
-"""The shapes of what `/v1/messages` answers, as `responses.py` has those of the other routes."""
+"""The shapes of the answers of `/v1/messages`; `responses.py` has those of other routes."""
 
 from typing import Literal
 

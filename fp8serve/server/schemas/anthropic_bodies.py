@@ -1,7 +1,7 @@
 """The bodies of `/v1/messages`, strictly, as Anthropic documents them.
 
-What changes nothing about an answer may be given (`metadata`, `service_tier`, `cache_control`: equal beginnings of
-prompts are always computed once). Text is all that the models read: images and documents are refused by name.
+Fields that change nothing about an answer are accepted (`metadata`, `service_tier`, `cache_control`: equal beginnings
+of prompts are always computed once). The models read only text: images and documents are refused by name.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ Id = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 def _only_text(content: Any) -> Any:
-    """A complaint about blocks of a kind that no model here reads."""
+    """An error for blocks of a kind that no model here reads."""
     for block in content if isinstance(content, list) else ():
         if isinstance(block, dict) and isinstance(block.get("type"), str) and block["type"] in NOT_TEXT:
             raise PydanticCustomError(
@@ -111,11 +111,11 @@ class ClientTool(Block):
     description: str | None = None
     input_schema: ArgumentSchema
     strict: bool | None = None
-    eager_input_streaming: bool | None = None  # arguments are always streamed as they come
+    eager_input_streaming: bool | None = None  # arguments are always streamed as the model writes them
 
 
 class Choice(Strict):
-    """`name`: of the one tool that has to be called."""
+    """`name`: of the tool that must be called."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: ToolName | None = None
@@ -129,7 +129,7 @@ class Choice(Strict):
 
 
 class Thinking(Strict):
-    """`budget_tokens` is taken and not held: `max_tokens` bounds thinking and answer together."""
+    """`budget_tokens` is accepted but has no effect: `max_tokens` bounds thinking and answer together."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1, le=INT32)] | None = None
@@ -151,7 +151,7 @@ class Metadata(Strict):
 
 
 class CountBody(Body):
-    """`POST /v1/messages/count_tokens`: what a conversation is made of."""
+    """`POST /v1/messages/count_tokens`: a conversation."""
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"container": (None,), "mcp_servers": (None, [])}
 
@@ -187,5 +187,5 @@ class MessagesBody(CountBody):
 
 
 def text_of(content: Sequence[TextBlock] | str) -> str:
-    """Blocks are parts of one text."""
+    """The text of blocks, which are parts of one text."""
     return content if isinstance(content, str) else "".join(block.text for block in content)

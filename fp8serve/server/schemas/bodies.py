@@ -1,8 +1,8 @@
-"""What all request bodies share: no unknown fields, no coercion, no NaN, no infinity, no lone surrogate.
+"""The common rules of all request bodies: no unknown fields, no coercion, no NaN, no infinity, no lone surrogate.
 
-`Strict` is the base of every object that a client sends, `Body` of the outermost one. Fields that we do not implement
-are listed in `REFUSED` and may only hold their do-nothing value, so that nothing is ever silently ignored. Bounds that
-depend on the server (context length, number of prompts) are checked in `parsing/sizes.py`.
+`Strict` is the base of every object that a client sends, `Body` of the outermost one. Fields that are not implemented
+are listed in `REFUSED` and may only hold a value that has no effect, so that nothing is ever silently ignored. Bounds
+that depend on the server (context length, number of prompts) are checked in `parsing/sizes.py`.
 """
 
 from typing import Annotated, Any, ClassVar, Self
@@ -59,7 +59,7 @@ class Strict(BaseModel):
 
 
 class Body(Strict):
-    """An outermost object: also checks that every string in it is well-formed Unicode."""
+    """The outermost object; it also checks that every string in it is well-formed Unicode."""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,9 +1,9 @@
-"""Fields of a body that are options of another room: their names, types, bounds and texts come from its dataclass.
+"""Fields of a body that are options of another package: names, types, bounds and texts come from its dataclass.
 
     @fields_of(SamplingParams, optional=True)
     class GenerateParameters(Strict): ...
 
-A field that the body declares itself stays as it is: that is where a protocol has a rule of its own.
+A field that the body declares itself is not changed, so a protocol can have a rule of its own.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -22,7 +22,7 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 def fields_of(
     source: type, *, leave_out: Collection[str] = (), renamed: Mapping[str, str] = NOTHING, optional: bool = False
 ) -> Callable[[type[Body]], type[Body]]:
-    """Adds the options of `source`, under the wire's names where they are `renamed`. `optional`: null, or nothing,
+    """Adds the options of `source`, under the wire's names if they are `renamed`. `optional`: null or a missing field
     leaves the choice to `source`.
     """
 
@@ -37,7 +37,7 @@ def fields_of(
 
 
 def given(body: Strict, source: type, leave_out: Collection[str] = ()) -> dict[str, Any]:
-    """What `body` says of the options of `source`: keyword arguments for it."""
+    """The options of `source` that `body` gives, as keyword arguments for it."""
     names = (o.name for o in options_of(source) if o.name not in leave_out)
     return {name: value for name in names if (value := getattr(body, name, None)) is not None}
 
@@ -51,7 +51,7 @@ def _field(option: Option, optional: bool) -> tuple[Any, Any]:
 
 
 def _as_json(option: Option) -> Any:
-    """The type as JSON has it: a list where the option is a tuple."""
+    """The type in JSON: a list if the option is a tuple."""
     plain = option.about.narrowed or option.plain
     if get_origin(plain) is tuple:
         plain = list[get_args(plain)[0]]  # type: ignore[misc]  # a type that is known when it runs

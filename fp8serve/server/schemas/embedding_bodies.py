@@ -1,6 +1,6 @@
 """Bodies of `/v1/embeddings` (OpenAI), `/v1/rerank` (Jina, Cohere), `/v1/score` and `/classify` (vLLM).
 
-`texts` is what sizes are checked of, `LISTED` the field that a client is told.
+Sizes are checked on `texts`; `LISTED` is the field that an error names.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -13,7 +13,7 @@ from fp8serve.server.schemas.openai_bodies import Ids, Texts
 
 
 def _told_as(kinds: str) -> WrapValidator:
-    """One sentence for what is none of the kinds, instead of what is wrong with it as the first of them."""
+    """One sentence for a value of no allowed kind, instead of an error about the first kind."""
 
     def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -28,15 +28,16 @@ TextOrTexts = Annotated[str | Texts, _told_as("a text, or a list of one or more 
 
 
 class Truncating(Body):
-    """Of a text, or a pair of texts, at most `truncate_prompt_tokens` tokens are read (vLLM); -1, `truncate` (Text
-    Embeddings Inference) or `truncation` (Jina, Voyage): as many as the model can. Without, a longer one is refused."""
+    """At most `truncate_prompt_tokens` tokens of a text, or a pair of texts, are read (vLLM); with -1, `truncate` (Text
+    Embeddings Inference) or `truncation` (Jina, Voyage), as many as the model reads. Otherwise a longer text is
+    refused."""
 
     truncate_prompt_tokens: Annotated[int, Field(ge=1)] | Literal[-1] | None = None
     truncate: bool | None = None
     truncation: bool | None = None
 
     def most(self, longest: int) -> int | None:
-        """How many tokens are read at most, of a model that reads `longest`; None: all, or the text is refused."""
+        """How many tokens are read at most by a model that reads `longest`; None: all, or the text is refused."""
         if self.truncate_prompt_tokens is None:
             return longest if self.truncate or self.truncation else None
         return longest if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens

@@ -33,6 +33,10 @@ class FinetuneBody(Body):
     metadata: Metadata = Field(default_factory=dict)
     recipe_options: Annotated[dict[str, RecipeValue], Field(max_length=32)] = Field(default_factory=dict)
     seq_len: RowLength | None = None
+    grader_url: Annotated[
+        str | None,
+        Field(min_length=1, max_length=2048, description="Gives the rewards (grpo): one that the server may ask."),
+    ] = None
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -48,23 +52,40 @@ class FinetuneBody(Body):
         return {name: getattr(self, WIRE_NAMES.get(name, name)) for name in names}
 
 
+MaxRatio = Annotated[
+    float,
+    Field(
+        ge=1,
+        le=1e9,
+        description="How many times the perplexity of what serves that of the new weights may be, on rows of the job.",
+    ),
+]
+
+
 class ActivateBody(Body):
-    """`POST /models/{name}/activate`: a finished job's id, or "base" for the model the server was started with."""
+    """`POST /models/{name}/activate`: a finished job's id, a checkpoint's name, or "base" for the model the server was
+    started with.
+    """
 
     source: Annotated[
         str,
         Field(
             min_length=1,
             max_length=128,
-            description='What to serve: the id of a fine-tune job that succeeded, or "base". GET /models lists them.',
+            description=(
+                'What to serve: the id of a fine-tune job that succeeded, a checkpoint of a job, or "base". '
+                "GET /models and GET /finetune/{id}/checkpoints list them."
+            ),
         ),
     ]
+    max_perplexity_ratio: MaxRatio = 2.0
 
 
 class ActivateJobBody(Body):
-    """`POST /finetune/{id}/activate`: nothing, or the step that the job's result must be of."""
+    """`POST /finetune/{id}/activate`: nothing, or the step of the checkpoint to serve instead of the result."""
 
-    step: Annotated[int, Field(ge=1, le=10**9)] | None = None
+    step: Annotated[int, Field(ge=1, lt=10**9)] | None = None
+    max_perplexity_ratio: MaxRatio = 2.0
 
 
 class SaveScalesBody(Body):

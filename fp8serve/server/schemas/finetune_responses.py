@@ -52,12 +52,18 @@ class EventPage(ResponseShape):
 
 class CheckpointView(ResponseShape):
     step: int
+    model: str
     created_at: int
     metrics: JsonObject
 
 
 class Checkpoints(ResponseShape):
     checkpoints: list[CheckpointView]
+
+
+class DeletedJob(ResponseShape):
+    id: str
+    deleted: bool
 
 
 class Series(ResponseShape):
@@ -129,10 +135,24 @@ class Unloaded(ResponseShape):
     state: Literal["unloaded"]
 
 
-class Swapped(ResponseShape):
+class Changed(ResponseShape):
     model: str
     served: ServedView
     previous: ServedView | None
+
+
+class VerifiedView(ResponseShape):
+    tokens: int
+    perplexity: float
+    perplexity_before: float | None
+
+
+class Swapped(Changed):
+    verified: VerifiedView | None
+
+
+class Replaced(Changed):
+    weights_version: int
 
 
 # -- OpenAI's view of the same -----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from fp8serve.server.schemas.messages import Message
 from fp8serve.server.schemas.tools import Tools
 
 SPELT_OTHERWISE = ("logprobs", "prompt_logprobs", "json_schema", "regex", "grammar")
-"""Of SamplingParams: `top_n_tokens` or `details`, and the fields of `Formed` here."""
+"""Fields of SamplingParams that are spelt otherwise here: `top_n_tokens` or `details`, and the fields of `Formed`."""
 
 
 @fields_of(SamplingParams, leave_out=SPELT_OTHERWISE, optional=True)

@@ -1,8 +1,8 @@
-"""The shapes of what `/v1/responses` answers, as `responses.py` has those of the other routes."""
+"""The shapes of the answers of `/v1/responses`; `responses.py` has those of other routes."""
 
 from typing import Literal
 
-from fp8serve.server.schemas.responses import JsonObject, ResponseShape
+from fp8serve.server.schemas.responses import CachedTokens, JsonObject, ResponseShape
 
 Status = Literal["completed", "incomplete"]
 
@@ -42,10 +42,6 @@ class OutputCall(ResponseShape):
     call_id: str
     name: str
     arguments: str
-
-
-class CachedTokens(ResponseShape):
-    cached_tokens: int
 
 
 class ReasoningTokens(ResponseShape):

@@ -1,7 +1,7 @@
-"""The body of `/v1/responses`, strictly: OpenAI's newer protocol, whose conversations are rows of items.
+"""The body of `/v1/responses`, strictly: OpenAI's newer protocol, whose conversations are lists of items.
 
-Nothing is stored here, whatever `store` says: what would need it (`previous_response_id`, `conversation`, references to
-items) is refused. Fields that change nothing about an answer may hold anything that OpenAI documents.
+Nothing is stored here, whatever `store` says: fields that need it (`previous_response_id`, `conversation`, references
+to items) are refused. Fields that change nothing about an answer may hold anything that OpenAI documents.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -22,7 +22,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 def _only_text(content: Any) -> Any:
-    """A complaint about parts of a kind that no model here reads."""
+    """An error for parts of a kind that no model here reads."""
     for part in content if isinstance(content, list) else ():
         if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] in NOT_TEXT:
             raise PydanticCustomError(
@@ -32,7 +32,7 @@ def _only_text(content: Any) -> Any:
 
 
 class TextPart(Strict):
-    """What an answer's part holds beside its text says nothing to a model."""
+    """A part of text; its other fields mean nothing to a model."""
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -90,7 +90,7 @@ class ReasoningItem(Strict):
 
 
 def _kind(item: Any) -> Any:
-    """A message may leave its type out."""
+    """The kind of an item; a message may leave its type out."""
     return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
 
 
@@ -152,7 +152,7 @@ class TextOptions(Strict):
 
 
 class ReasoningOptions(Strict):
-    """`effort` reaches chat templates that know it; reasoning comes as it is written, and no summary is made."""
+    """`effort` is passed to chat templates that know it; reasoning is returned in full, without a summary."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -212,5 +212,5 @@ class ResponsesBody(Body):
 
     @property
     def messages(self) -> list[Any]:
-        """What counts as messages of a conversation."""
+        """The items that count as messages of a conversation."""
         return self.input if isinstance(self.input, list) else [self.input]

@@ -1,4 +1,4 @@
-"""The turns of a conversation as OpenAI writes them: what was said, which tools were called, what these returned."""
+"""The turns of a conversation as OpenAI writes them: texts, calls of tools, and their results."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
@@ -19,7 +19,7 @@ class TextPart(Strict):
 
 
 class CalledFunction(Strict):
-    """`arguments` is JSON text, as a model wrote it: not always JSON. Clients of several makers add the rest."""
+    """`arguments` is JSON text as a model wrote it, so it is not always valid. Various clients add the other fields."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: str
@@ -39,7 +39,7 @@ class ToolCall(Strict):
 class Message(Strict):
     """One turn. `content` is a text or a list of text parts; an assistant that called tools may have none.
 
-    An answer can be sent back as a client holds it: hence the fields that say nothing to a model.
+    An answer can be sent back as a client holds it, hence the fields that mean nothing to a model.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -72,6 +72,6 @@ _CALLED = {"__all__": {"id": True, "function": {"name", "arguments"}}}
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """What chat templates understand."""
+    """The messages in the form that chat templates understand."""
     said: Any = dict.fromkeys(_SAID, True) | {"tool_calls": _CALLED}
     return for_template([message.model_dump(include=said, exclude_none=True) for message in messages])

@@ -31,6 +31,17 @@ class UnloadBody(Body):
     seconds: Annotated[float, Field(ge=0, le=86_400)] | None = None
 
 
+class WeightsBody(Body):
+    """`POST /weights`: a directory with another version of a model that is served."""
+
+    path: Annotated[Name, Field(description="A directory of --models-dir that holds a model, by its name there.")]
+    model: Annotated[Name | None, Field(description="Whose weights they are; the default's if left out.")] = None
+    seconds: Annotated[
+        float | None,
+        Field(ge=0, le=86_400, description="For requests under way; the server's `drain_seconds` if left out."),
+    ] = None
+
+
 class LoadAdapterBody(Body):
     """`POST /v1/load_lora_adapter`, as vLLM has it."""
 

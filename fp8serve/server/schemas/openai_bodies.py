@@ -1,10 +1,10 @@
 """The bodies of `/v1/completions` and `/v1/chat/completions`, strictly.
 
 OpenAI's fields, and those of vLLM that are in wide use (`top_k, min_p, repetition_penalty, ignore_eos, min_tokens,
-stop_token_ids, bad_words, skip_special_tokens, include_stop_str_in_output, chat_template_kwargs`). Three kinds of
-field: those we do; those that change nothing about the answer and may hold anything (`user`, `store`, ...); and those
-that would change it and are not implemented, which may only hold a value that asks for nothing (`REFUSED`). Any other
-name is refused.
+stop_token_ids, bad_words, skip_special_tokens, include_stop_str_in_output, chat_template_kwargs`). There are three
+kinds of fields: those that are implemented; those that change nothing about the answer and may hold anything (`user`,
+`store`, ...); and those that would change it and are not implemented, which may only hold a value that has no effect
+(`REFUSED`). Any other name is refused.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -20,14 +20,14 @@ from fp8serve.server.schemas.derived import fields_of, given
 from fp8serve.server.schemas.messages import Message
 from fp8serve.server.schemas.tools import AllowedTools, Tool, ToolChoice, Tools, must_call, named_by
 
-MAX_STOPS = 4  # as OpenAI documents it; /generate takes as many as the engine
+MAX_STOPS = 4  # as OpenAI documents it; /generate accepts as many as the engine
 Stop = StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)]
 Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 
 
 SPELT_OTHERWISE = ("max_new_tokens", "logprobs", "prompt_logprobs", "json_schema", "regex", "grammar")
-"""Of SamplingParams: `max_tokens`, `logprobs`, `echo` and the fields of `Formed` here."""
+"""Fields of SamplingParams that are spelt otherwise here: `max_tokens`, `logprobs`, `echo` and those of `Formed`."""
 
 
 class StreamOptions(Strict):
@@ -37,7 +37,7 @@ class StreamOptions(Strict):
 
 @fields_of(SamplingParams, leave_out=SPELT_OTHERWISE, optional=True)
 class SampledBody(Body, Formed):
-    """What both routes share. `temperature`, `top_p` and `stop` have the bounds that OpenAI documents."""
+    """The common fields of both routes. `temperature`, `top_p` and `stop` have the bounds that OpenAI documents."""
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -74,11 +74,11 @@ class SampledBody(Body, Formed):
         return self.n or 1
 
     def sampling_values(self) -> dict[str, Any]:
-        """Keyword arguments of SamplingParams, but for the number of tokens and the log-probabilities."""
+        """Keyword arguments of SamplingParams, except the number of tokens and the log-probabilities."""
         asked = given(self, SamplingParams, SPELT_OTHERWISE)
         if self.top_k is not None:
             asked["top_k"] = max(self.top_k, 0)
-        if self.top_p == 0:  # keeps the likeliest token alone, which is what greedy does
+        if self.top_p == 0:  # keeps only the likeliest token, as greedy decoding does
             asked |= {"temperature": 0.0, "top_p": 1.0}
         return asked | self.form()
 
@@ -127,12 +127,12 @@ class CompletionBody(SampledBody):
         return list(self.prompt)
 
     def params(self, max_tokens: int) -> SamplingParams:
-        """One token is generated where none is wanted, because it ends the request; it is not shown."""
+        """The parameters. If no token is wanted, one is generated to end the request, and not shown."""
         wanted = [
             number for number in (self.prompt_logprobs, self.logprobs if self.echo else None) if number is not None
         ]
         of_prompt = max(wanted, default=None)
-        logprobs = 0 if self.chooses and self.logprobs is None else self.logprobs  # by which the best are chosen
+        logprobs = 0 if self.chooses and self.logprobs is None else self.logprobs  # the best are chosen by them
         options = {"logprobs": logprobs, "prompt_logprobs": of_prompt, **self.sampling_values()}
         return SamplingParams(max_new_tokens=max(1, max_tokens), **options)
 
@@ -200,7 +200,7 @@ class ChatBody(SampledBody):
 
     @property
     def offered(self) -> list[Tool]:
-        """The tools that the model is told of."""
+        """The tools that the model is shown."""
         tools = [] if self.tool_choice == "none" else self.tools or []
         named = named_by(self.tool_choice) if isinstance(self.tool_choice, AllowedTools) else None
         return tools if named is None else [tool for tool in tools if tool.function.name in named]

@@ -1,21 +1,25 @@
 """The body of `POST /v1/fine_tuning/jobs`.
 
-`method` must be supervised; anything else is refused, never replaced by it. `"auto"` means the default of the native
-route. OpenAI's `learning_rate_multiplier` multiplies that default. Fields beyond OpenAI's make an adapter.
+`method` is supervised or dpo; anything else is refused, never replaced by one of them. `"auto"` means the default of
+the native route. OpenAI's `learning_rate_multiplier` multiplies that default. Fields beyond OpenAI's make an adapter,
+or choose among the losses of dpo.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from fp8serve.options import options_of
 from fp8serve.server.schemas.bodies import Body, Metadata, Strict
 from fp8serve.server.schemas.derived import fields_of, given
 from fp8serve.server.schemas.finetune_bodies import FileId, FinetuneBody, Suffix
 from fp8serve.train.config import ADAPTER, TrainConfig
+from fp8serve.train.methods.options import OPTIONS
 
 LEARNING_RATE = TrainConfig.lr
-NOT_OF_ADAPTERS = [option.name for option in options_of(TrainConfig) if option.name not in ADAPTER]
+BEYOND_OPENAI = {*ADAPTER, *OPTIONS["dpo"]} - {"beta"}
+ELSEWHERE = [option.name for option in options_of(TrainConfig) if option.name not in BEYOND_OPENAI]
 
 
 class HyperParameters(Strict):
@@ -28,12 +32,35 @@ class Supervised(Strict):
     hyperparameters: HyperParameters = HyperParameters()
 
 
+class DpoHyperParameters(HyperParameters):
+    beta: Annotated[float, Field(gt=0, le=1000)] | Literal["auto"] = "auto"
+
+
+class Dpo(Strict):
+    hyperparameters: DpoHyperParameters = DpoHyperParameters()
+
+
 class Method(Strict):
-    type: Literal["supervised"]
-    supervised: Supervised = Supervised()
+    type: Literal["supervised", "dpo"]
+    supervised: Supervised | None = None
+    dpo: Dpo | None = None
+
+    @model_validator(mode="after")
+    def _own_settings(self) -> Self:
+        other = "dpo" if self.type == "supervised" else "supervised"
+        if getattr(self, other) is not None:
+            raise PydanticCustomError("method", f"has settings of {other} beside the type {self.type}; leave them out")
+        return self
+
+    @property
+    def chosen(self) -> HyperParameters:
+        """The settings given for the method of this type."""
+        if self.type == "dpo":
+            return (self.dpo or Dpo()).hyperparameters
+        return (self.supervised or Supervised()).hyperparameters
 
 
-@fields_of(TrainConfig, leave_out=NOT_OF_ADAPTERS, optional=True)
+@fields_of(TrainConfig, leave_out=ELSEWHERE, optional=True)
 class JobBody(Body):
     """`POST /v1/fine_tuning/jobs`."""
 
@@ -51,12 +78,11 @@ class JobBody(Body):
 
     def native(self) -> FinetuneBody:
         """The same job as the native route spells it."""
-        chosen = (
-            self.method.supervised.hyperparameters
-            if self.method is not None
-            else self.hyperparameters or HyperParameters()
-        )
+        method = self.method or Method(type="supervised")
+        chosen = method.chosen if self.method is not None else self.hyperparameters or HyperParameters()
         named: dict[str, Any] = {
+            "method": {"supervised": "sft", "dpo": "dpo"}[method.type],
+            "beta": getattr(chosen, "beta", None),
             "epochs": chosen.n_epochs,
             "batch_size": chosen.batch_size,
             "seed": self.seed,
@@ -67,4 +93,4 @@ class JobBody(Body):
             named["learning_rate"] = LEARNING_RATE * chosen.learning_rate_multiplier
         chosen_here = {k: v for k, v in named.items() if v is not None and v != "auto"}
         files: dict[str, Any] = {"file_id": self.training_file, "validation_file_id": self.validation_file}
-        return FinetuneBody(model=self.model, **files, **chosen_here, **given(self, TrainConfig, NOT_OF_ADAPTERS))
+        return FinetuneBody(model=self.model, **files, **chosen_here, **given(self, TrainConfig, ELSEWHERE))

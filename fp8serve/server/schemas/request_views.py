@@ -8,7 +8,7 @@ RequestState = Literal["queued", "prefill", "decode"]
 
 
 class RequestView(ResponseShape):
-    """One HTTP request that the engine computes, all its answers together; of its texts nothing.
+    """One HTTP request that the engine computes, with all its answers, but without their texts.
 
     `id`: made here, for these routes. `request_id`: that of the log and the answer's header, which a client may choose.
     `model`: the name that answers. `age`: seconds since it was admitted. `state`: decode from its first token on.

@@ -1,7 +1,7 @@
-"""The shapes of what this server answers, for its OpenAPI description and for the tests that hold live answers to it.
+"""The shapes of this server's answers, for its OpenAPI description and for tests that compare live answers with it.
 
-Handlers build plain dictionaries; nothing here runs while a request is answered. Objects are closed: a field that an
-answer has and its class lacks fails a test.
+Handlers build plain dictionaries; nothing here runs while a request is answered. Objects are closed: an answer with a
+field that its class lacks fails a test.
 """
 
 from typing import Any, Literal
@@ -93,7 +93,7 @@ class Info(ResponseShape):
 
 
 class LayerScale(ResponseShape):
-    """The input of one FP8 layer; numbers are null where its scale follows every input (docs/numerics.md)."""
+    """The input of one FP8 layer; numbers are null if its scale follows every input (docs/numerics.md)."""
 
     name: str
     input: str
@@ -115,7 +115,7 @@ class Scales(ResponseShape):
 
 
 class ScaleEntry(ResponseShape):
-    """`at`: Unix time of its last look. `window_amax`: of the last window, null before one ended."""
+    """`at`: Unix time of its last sample. `window_amax`: of the last window, null until one has ended."""
 
     at: float
     amax: float | None
@@ -180,19 +180,19 @@ class Detokenized(ResponseShape):
 
 class TextLogprobs(ResponseShape):
     tokens: list[str]
-    token_logprobs: list[float | None]  # null for the first token of a prompt that is echoed
+    token_logprobs: list[float | None]  # null for the first token of an echoed prompt
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
 class PromptLogprob(ResponseShape):
     logprob: float
-    rank: int | None  # null below the alternatives that were asked for
+    rank: int | None  # null if it is not among the requested alternatives
     decoded_token: str
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""By token id, of each place of a prompt; null for the first. There when the request asks for it."""
+"""By token id, for each place of a prompt; null for the first. Present when the request asks for it."""
 
 
 class TextChoice(ResponseShape):
@@ -204,10 +204,15 @@ class TextChoice(ResponseShape):
     prompt_logprobs: PromptLogprobs | None = None
 
 
+class CachedTokens(ResponseShape):
+    cached_tokens: int
+
+
 class Usage(ResponseShape):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: CachedTokens
 
 
 class Completion(ResponseShape):
@@ -276,7 +281,7 @@ class ChatCompletion(ResponseShape):
 class Vector(ResponseShape):
     object: Literal["embedding"]
     index: int
-    embedding: list[float] | str  # base64 of FP32, little-endian, where that was asked for
+    embedding: list[float] | str  # base64 of FP32, little-endian, if requested
 
 
 class TextUsage(ResponseShape):
@@ -344,6 +349,9 @@ class Model(ResponseShape):
     object: Literal["model"]
     created: int
     owned_by: str
+    type: Literal["model"]
+    display_name: str
+    created_at: str  # `created` as RFC 3339
     root: str
     parent: str | None
     state: str
@@ -354,3 +362,6 @@ class Model(ResponseShape):
 class ModelList(ResponseShape):
     object: Literal["list"]
     data: list[Model]
+    has_more: Literal[False]
+    first_id: str | None
+    last_id: str | None

@@ -1,4 +1,4 @@
-"""Tools that a model may call, and which of them it may, as OpenAI's clients say it."""
+"""The tools of a request, and which of them a model may call, as OpenAI's clients write it."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args
@@ -10,7 +10,7 @@ from fp8serve.server.schemas.bodies import Strict
 from fp8serve.server.schemas.messages import ToolName
 
 MAX_TOOLS = 128
-NO_ARGUMENTS = {"type": "object", "properties": {}}
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
 def _an_object(schema: dict[str, Any]) -> dict[str, Any]:
@@ -24,8 +24,8 @@ ArgumentSchema = Annotated[dict[str, Any], AfterValidator(_an_object)]
 
 
 class Function(Strict):
-    """`parameters` is the JSON schema of the arguments. `strict`: a call of it has valid arguments in any case, where
-    the model's form of calls has a mark that begins them.
+    """`parameters` is the JSON schema of the arguments. `strict`: a call always has valid arguments, if
+    the model's form of calls has an opening mark.
     """
 
     name: ToolName
@@ -35,7 +35,8 @@ class Function(Strict):
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
-        return self.parameters or NO_ARGUMENTS
+        """The schema of the arguments; a function that declares no parameters has none."""
+        return self.parameters or NO_ARGUMENTS | {"additionalProperties": False}
 
 
 class Tool(Strict):
@@ -43,9 +44,9 @@ class Tool(Strict):
     function: Function
 
     def plain(self) -> dict[str, Any]:
-        """What chat templates understand."""
+        """The tool in the form that chat templates understand."""
         said = {"name": self.function.name, "description": self.function.description or ""}
-        return {"type": "function", "function": said | {"parameters": self.function.schema_of_arguments}}
+        return {"type": "function", "function": said | {"parameters": self.function.parameters or NO_ARGUMENTS}}
 
 
 def plain_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
@@ -68,7 +69,7 @@ class Allowed(Strict):
 
 
 class AllowedTools(Strict):
-    """Of the tools of a request these alone: the model is not told of the others."""
+    """Only these tools of a request: the model is not shown the others."""
 
     type: Literal["allowed_tools"]
     allowed_tools: Allowed
@@ -79,7 +80,7 @@ Word = Literal["none", "auto", "required"]
 
 
 def form_of_choice(choice: Any) -> str | None:
-    """Which of the forms of a `tool_choice` is meant; None: none of them."""
+    """The tag of the form of a `tool_choice`; None: it has no allowed form."""
     if isinstance(choice, str):
         return "word" if choice in get_args(Word) else None
     kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", None)
@@ -107,7 +108,7 @@ ToolChoice = Annotated[
 
 
 def named_by(choice: ToolChoice | None) -> set[str] | None:
-    """The tools that a choice names; None where it names none."""
+    """The tools that a choice names; None if it names none."""
     if isinstance(choice, NamedTool):
         return {choice.function.name}
     return {tool.function.name for tool in choice.allowed_tools.tools} if isinstance(choice, AllowedTools) else None

@@ -14,7 +14,9 @@ from fp8serve.server.faults import Code, Fault
 from fp8serve.server.serving.adapters import AdapterSource, ServedAdapter
 from fp8serve.server.serving.admission import Admission
 from fp8serve.server.serving.registry import Registry
+from fp8serve.server.serving.served import Served
 from fp8serve.server.serving.served_model import ServedModel
+from fp8serve.server.serving.verification import Verification, Verified
 from fp8serve.server.tasks import cancel
 
 log = logging.getLogger("fp8serve.server")
@@ -33,15 +35,18 @@ class AdapterLoader:
         """It is loaded whenever an engine of the model starts."""
         model.adapters[source.name] = self._made(model, source)
 
-    async def load(self, model: ServedModel, source: AdapterSource) -> ServedAdapter:
-        """Beside what `model` serves; one that is loaded already is given as it is.
+    async def load(
+        self, model: ServedModel, source: AdapterSource, verification: Verification
+    ) -> tuple[ServedAdapter, Verified | None]:
+        """Beside what `model` serves, once it is verified; one that is loaded already is given as it is.
 
-        Fault 409: the name stands for something else, or the adapter does not fit; 503 while there is no engine.
+        Fault 409: the name stands for something else, or the adapter does not fit, or is not to serve; 503 while there
+        is no engine.
         """
         async with self._changing:
             there = model.adapters.get(source.name)
             if there is not None and there.source == source:
-                return there
+                return there, None
             if self._models.is_taken(source.name):
                 hint = "Unload it first, or choose another name."
                 raise Fault(Code.NAME_TAKEN, f"{source.name} stands for something else already.", hint=hint)
@@ -51,17 +56,26 @@ class AdapterLoader:
             served, made = model.resolve(), self._made(model, source)
             with served.lease():
                 try:
+                    await verification.files(source.directory)
                     made.facts = await served.engine.load_adapter(made.engine_name, source.directory)
                 except Fp8ServeError as error:
                     made.admission.metrics.forget()
                     raise Fault(Code.LOAD_FAILED, f"The adapter cannot be served: {error}") from None
+                try:
+                    verified = await verification.engines(made.beside(served), served)
+                except BaseException as error:
+                    made.admission.metrics.forget()
+                    await self._take_out(served, made)
+                    if isinstance(error, Fp8ServeError):
+                        raise Fault(Code.ACTIVATION_FAILED, f"The adapter is not served: {error}") from None
+                    raise
             if model.current is not served:
                 made.admission.metrics.forget()
                 message = "Other weights were put in place while the adapter was loaded."
                 raise Fault(Code.ALIAS_BUSY, message, hint="Try again.")
             model.adapters[source.name] = made
             log.info("also serving the adapter %s (%s) beside %s", source.name, source.root, model.name)
-            return made
+            return made, verified
 
     async def unload(self, name: str) -> None:
         """Takes nothing new for it; answers under way end with it. Fault 404: there is no adapter of that name."""
@@ -89,6 +103,9 @@ class AdapterLoader:
             await adapter.free.wait()
         if served is None or served is not model.current or not served.engine.alive:
             return  # the engine that had it is gone
+        await self._take_out(served, adapter)
+
+    async def _take_out(self, served: Served, adapter: ServedAdapter) -> None:
         try:
             await served.engine.unload_adapter(adapter.engine_name)
         except Fp8ServeError as error:

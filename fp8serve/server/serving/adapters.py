@@ -1,8 +1,8 @@
 """Adapters by name beside a served model: its engine computes them together with everything else.
 
 A request for one is a request to its model that names the adapter. It waits in the model's queue, and is counted under
-the adapter's name. Whoever answers with an adapter holds a lease on it, so that it leaves the engine after the last
-of its answers.
+the adapter's name. A request that uses an adapter holds a lease on it, so that the adapter leaves the engine only after
+the last of its answers.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from fp8serve.server.serving.served import Served
 
 @dataclass(frozen=True)
 class AdapterSource:
-    """A directory as peft writes it. `key`: the id of the job that made it, or "" of any other. `root`: what it is
-    called where it comes from. `required`: whether its model serves without it.
+    """A directory as peft writes it. `key`: the id of the job that made it, or "" for any other. `root`: its name at
+    its source. `required`: whether its model must not serve without it.
     """
 
     name: str
@@ -31,8 +31,8 @@ class AdapterSource:
 
 @dataclass(eq=False)
 class ServedAdapter:
-    """One that is loaded, or will be with its model. `engine_name`: by which the engine knows it; another one each
-    time, for the name may come back while answers are under way. `facts`: what the engine says of it.
+    """An adapter that is loaded, or will be with its model. `engine_name`: its name in the engine; a new one each
+    time, because its own name may be used again while answers are under way. `facts`: the engine's facts about it.
     """
 
     source: AdapterSource
@@ -66,7 +66,7 @@ class ServedAdapter:
                 self.free.set()
 
     def view(self) -> dict[str, Any]:
-        """As routes show it: nothing of our disk."""
+        """The adapter as routes show it, without places on the server's disk."""
         facts = {name: self.facts.get(name) for name in ("method", "rank", "layers", "bytes")}
         return {"name": self.name, "root": self.source.root, "in_flight": self.admission.in_flight, **facts}
 

@@ -3,7 +3,7 @@
 One request is one sequence of the engine: `n` choices of `p` prompts are n x p requests, admitted together or not at
 all. Their places are reserved before a prompt is read, so a refusal costs no work; a request that cannot be taken is
 refused at once with 429 and Retry-After, before any header of a 200 was sent, and nothing waits outside the engine's
-own queue. The books always balance: accepted = ok + failed + cancelled + in flight.
+own queue. The counts always balance: accepted = ok + failed + cancelled + in flight.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class Ticket:
 
 @dataclass
 class Places:
-    """Room for requests whose prompts are still to be read; as a context, gives back what was not taken."""
+    """Room for requests whose prompts are still to be read; as a context manager, it gives back what was not taken."""
 
     admission: "Admission"
     count: int
@@ -55,7 +55,7 @@ class Places:
 
 
 class Room:
-    """What one engine holds: requests and their tokens (prompt plus the most they may generate), against two bounds."""
+    """The requests of one engine and their tokens (prompt plus the most they may generate), with their two bounds."""
 
     def __init__(self, capacity: int, token_budget: int) -> None:
         self.capacity = capacity
@@ -68,18 +68,18 @@ class Room:
 
     @property
     def nearly_full(self) -> bool:
-        """High-water mark for readiness: nine tenths of the places are taken."""
+        """Whether nine tenths of the places are taken: the limit for readiness."""
         return self.in_flight * 10 >= self.capacity * 9
 
     def settle(self) -> None:
-        """Wakes whoever waits until nothing is under way."""
+        """Wakes the tasks that wait until no request runs."""
         if self.in_flight == self.reserved == 0:
             self.idle.set()
 
 
 class Admission:
-    """Counts the requests for one name in its model's room; each model has a room of its own, so that one which is full
-    leaves the others their places. A model and its adapters share one.
+    """Counts the requests for one name in its model's room. Each model has a room of its own, so that a full one
+    leaves the others their places; a model and its adapters share one.
     """
 
     def __init__(self, room: Room, metrics: ModelMetrics) -> None:

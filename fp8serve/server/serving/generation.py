@@ -65,8 +65,14 @@ class Generation:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all prompts, each counted once however many choices (`n`) it has."""
+        """The tokens of all prompts, each counted once however many choices (`n`) it has."""
         return sum(len(request.prompt_token_ids) for request in self.requests[:: self.n])
+
+    @property
+    def cached_tokens(self) -> int:
+        """How many of `prompt_tokens` every choice of a prompt found in the prefix cache."""
+        groups = range(0, len(self._answers), self.n)
+        return sum(min(answer.cached for answer in self._answers[at : at + self.n]) for at in groups)
 
     @property
     def under_way(self) -> bool:
@@ -80,13 +86,13 @@ class Generation:
 
     @property
     def state(self) -> State:
-        """How far the answer that is furthest is, as the engine said last."""
+        """The state of the most advanced answer, as last reported by the engine."""
         if self.generated:
             return "decode"
         return "queued" if self.served.prefilling.isdisjoint(r.request_id for r in self.requests) else "prefill"
 
     def fail(self, fault: Fault) -> None:
-        """Ends the generation from outside, at once even where its reader is slow; the reader sees `fault`."""
+        """Ends the generation from outside, at once even if its reader is slow; the reader gets `fault`."""
         for pump in self._pumps:
             pump.cancel()
         self._queue.put_nowait(fault)
@@ -123,13 +129,13 @@ class Generation:
         self.discard()
 
     def discard(self) -> None:
-        """Gives tickets and lease back; for a generation whose outputs were never read."""
+        """Gives tickets and lease back, for a generation whose outputs were never read."""
         for ticket in self._tickets:
             ticket.close("cancelled")
         self._lease.close()
 
     async def _pump(self, index: int, request: Request, ticket: Ticket) -> None:
-        """One request's outputs into the queue, a failure as a Fault; cancelling it aborts the request."""
+        """Puts one request's outputs into the queue, a failure as a Fault; cancelling it aborts the request."""
         answer = self._answers[index]
         clock = _Clock(self.metrics, self.usage, self.started)
         outcome: Outcome = "cancelled"
@@ -145,7 +151,7 @@ class Generation:
                         outcome = "ok"
                         clock.done(request, output)
                     self._queue.put_nowait((index, output))
-        except RequestError as error:  # of a form that turns out to be too complex
+        except RequestError as error:  # the form turned out to be too complex
             outcome = "failed"
             self._queue.put_nowait(Fault(Code.INVALID_PARAMETER, str(error)))
         except (Fp8ServeError, OSError, EOFError) as error:
@@ -216,8 +222,8 @@ def build_requests(
 ) -> list[Request]:
     """`n` requests for each prompt, in order; each choice has its own seed. Raises Fault when one could never run.
 
-    The engine knows them by ids made here. A client's own request id is for its log and ours: two requests may carry
-    the same one.
+    Their ids in the engine are made here. A client's own request id is only for its log and the server's: two requests
+    may have the same one.
     """
     requests: list[Request] = []
     group = secrets.token_hex(12)

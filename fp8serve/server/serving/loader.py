@@ -1,8 +1,8 @@
-"""Loads further models while the server runs, and unloads them: the default is not its business.
+"""Loads models other than the default while the server runs, and unloads them.
 
 A change of one name waits for the change of the same name that is under way, and loads are made one after the other, so
-that each is measured against what the others hold (memory.py). Nothing here touches a model that serves. What is under
-way goes on when the client that asked for it goes away, and ends with the server.
+that each is compared with the memory of the others (memory.py). Nothing here affects a model that serves. A change
+under way continues when the client that asked for it goes away, and ends with the server.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ T = TypeVar("T")
 
 
 class Loader:
-    """Puts models into `models` and takes them out. `make`: a model of a name that is not loaded yet; `forget`: what
-    ends its metrics. `known`: what each name stood for that was served, so that it can be loaded again.
+    """Adds models to `models` and removes them. `make` makes a model of a name that is not loaded yet; `forget`
+    ends its metrics. `known`: what each name that was served stood for, so that it can be loaded again.
     """
 
     def __init__(
@@ -41,15 +41,15 @@ class Loader:
         self._under_way: set[asyncio.Task[Any]] = set()
 
     async def load(self, name: str, home: Source, sources: Sequence[Source], keep: bool = False) -> ServedModel:
-        """The model `name`, serving the first of `sources` that can be, if it does not serve `home` already.
+        """The model `name`, serving the first of `sources` that can be served, unless it already serves `home`.
 
-        Fault 409: the name stands for something else, or the weights cannot be served. `keep`: it stays among the
-        models nevertheless, which then say why.
+        Fault 409: the name stands for something else, or the weights cannot be served. `keep`: the model then stays
+        listed, with the reason.
         """
         return await self.to_the_end(self._load(name, home, sources, keep))
 
     async def unload(self, name: str, seconds: float) -> None:
-        """Answers under way have so many seconds. Does nothing where a name that was served is not any more.
+        """Unloads a model; answers under way have so many seconds. Does nothing if the name is no longer served.
 
         Fault 404 for another name; 409 for the default, and while other weights are loaded for it.
         """
@@ -58,19 +58,19 @@ class Loader:
         await self.to_the_end(self._unload(name, seconds))
 
     async def close(self) -> None:
-        """Ends what is under way, and every engine."""
+        """Ends changes under way, and every engine."""
         for task in (*self._under_way, *self._supervised.values()):
             await cancel(task)
         for model in self.models.models.values():
             await model.close()
 
     def give_up(self) -> None:
-        """Ends what is under way: the server takes nothing new."""
+        """Ends changes under way: the server takes nothing new."""
         for task in self._under_way:
             task.cancel()
 
     async def to_the_end(self, change: Coroutine[Any, Any, T]) -> T:
-        """What `change` gives, which goes on if whoever asked for it goes away. Fault 503 when it was given up."""
+        """The result of `change`, which continues if its caller goes away. Fault 503 when it was given up."""
         task = asyncio.create_task(change)
         self._under_way.add(task)
         task.add_done_callback(self._ended)
@@ -113,7 +113,7 @@ class Loader:
         log.info("also serving %s (%s) as %s", served.source.model_id, served.weight_version, model.name)
 
     def _already(self, name: str, home: Source) -> ServedModel | None:
-        """The model, where it is loaded. Fault 409: the name stands for something else."""
+        """The model, if it is loaded. Fault 409: the name stands for something else."""
         there = self.models.models.get(name)
         if there is not None and there.state == "failed" and there is not self.models.default:
             self._remove(name)
@@ -143,11 +143,11 @@ class Loader:
         if name == self.models.default.name:
             message = f"{name} is the default model, which is there as long as the server is."
             raise Fault(Code.NAME_TAKEN, message, param="name", hint="Activate other weights for it instead.")
-        self.models.find(name)  # which is an alias at best
+        self.models.find(name)  # at best, it is an alias
         raise Fault(Code.MODEL_NOT_FOUND, "Say the model's own name.", param="name")
 
     def _forget_home(self, name: str, before: Source | None) -> None:
-        """What the name was to stand for; it stands for what it did `before`."""
+        """Forgets the model that the name should have had; the name keeps the one from `before`."""
         if before is None:
             del self.known[name]
         else:

@@ -1,12 +1,13 @@
-"""Whether a further model fits in memory beside those that are served, and how much of it its cache may take.
+"""Whether another model fits in memory beside those that are served, and how much memory its cache may take.
 
-An engine that is alone plans for itself. The next one is measured against what is free less what the others have not
-taken yet but will: pages of a cache are taken when they are first written, and weights are mapped until they are packed
-(engine/packing.py). On a GPU the engine measures by itself, and `gpu_memory` divides it.
+The first engine plans for itself. Each next one is compared with the free memory less what the others will still
+take: pages of a cache are taken when they are first written, and weights are mapped until they are packed
+(engine/packing.py). On a GPU the engine measures by itself, and `gpu_memory` divides the memory.
 """
 
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 from fp8serve.errors import MachineError
 from fp8serve.model.config.decoder import read_config
@@ -35,25 +36,28 @@ def fitted(source: Source, others: Iterable[EngineHandle]) -> Source:
 
 
 def _still_to_take(engine: EngineHandle) -> int:
-    planned = engine.info.get("weight_bytes", 0) + engine.info.get("kv_cache_bytes", 0)
+    draft = engine.info.get("draft_model") or {}
+    planned = sum(part.get("weight_bytes", 0) for part in (engine.info, draft)) + engine.info.get("kv_cache_bytes", 0)
     return max(0, int(planned) - engine.resident_bytes) if engine.alive else 0
 
 
 def _weight_bytes(source: Source) -> int:
-    files = (path for path in source.directory.glob("*.safetensors") if path.name != "scales.safetensors")
-    return sum(path.stat().st_size for path in files) + _cast_head_bytes(source)
+    draft = source.options.draft_model
+    directories = [source.directory, *([] if draft is None else [Path(draft)])]
+    files = [path for each in directories for path in each.glob("*.safetensors") if path.name != "scales.safetensors"]
+    return sum(path.stat().st_size for path in files) + sum(_cast_head_bytes(source, each) for each in directories)
 
 
-def _cast_head_bytes(source: Source) -> int:
-    """Of a head that is cast when it is loaded: FP8 elements and an FP32 scale a row, beside the matrix of the file,
-    which is read meanwhile. A BF16 head is in the files, as a matrix of its own or as the embedding.
+def _cast_head_bytes(source: Source, directory: Path) -> int:
+    """The bytes of a head that is cast when it is loaded: FP8 elements and an FP32 scale a row, beside the matrix of
+    the file, which is read meanwhile. A BF16 head is in the files, as a matrix of its own or as the embedding.
     """
     if source.options.head_dtype == "bf16":
         return 0
-    config = read_config(source.directory)
+    config = read_config(directory)
     return config.vocab_size * (config.hidden_size + 4)
 
 
 def _said(size: int) -> str:
-    """As people read it."""
+    """Bytes in a readable unit."""
     return f"{size / (1 << 30):.1f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):.1f} MiB"

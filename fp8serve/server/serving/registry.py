@@ -91,10 +91,15 @@ class Registry:
         fitting = (m for m in self.models.values() if m.current is not None and m.current.engine.limits.task in tasks)
         return next(fitting, self.default) if self.default.current is not None else self.default
 
+    def sources(self) -> set[str]:
+        """The keys of all weights that serve, adapters' included."""
+        models = list(self.models.values())
+        keys = {model.current.source.key for model in models if model.current is not None}
+        return keys | {adapter.source.key for model in models for adapter in list(model.adapters.values())}
+
     def serving(self, key: str) -> bool:
         """Whether a model serves the weights of this source."""
-        keys = {model.current.source.key for model in self.models.values() if model.current is not None}
-        return key in keys or any(a.source.key == key for m in self.models.values() for a in m.adapters.values())
+        return key in self.sources()
 
     def count(self, of: Callable[[ServedModel], int]) -> int:
         """The sum over all models."""

@@ -1,4 +1,4 @@
-"""The scales that follow the traffic, kept: a new directory beside the model, written by a process of its own.
+"""Saves the scales that follow the traffic: a new directory beside the model, written by a process of its own.
 
 The engine writes its scales, which is quick, to a file that nobody else reads; then the process copies the weights and
 puts the directory in place, whole or not at all (model/rolled.py). It goes on if its client, or this server, goes away.
@@ -19,14 +19,15 @@ COMMAND = (sys.executable, "-P", "-m", "fp8serve.model.rolled")
 
 
 class RolledScales:
-    """Saves them, one directory at a time. `work`: where the file between the two processes lies."""
+    """Saves one directory at a time. `work`: the folder of the file that passes between the two processes."""
 
     def __init__(self, work: Path) -> None:
         self._work = work
         self._saving = asyncio.Lock()
 
     async def save(self, served: Served, out: Path) -> int:
-        """Writes `out`; how many scales follow the traffic. Fault: none does, `out` is taken, it cannot be written."""
+        """Writes `out`; returns how many scales follow the traffic. Fault: none does, or `out` exists or cannot be
+        written."""
         if self._saving.locked():
             raise Fault(Code.ALIAS_BUSY, "Scales are being saved already.", hint="Try again when that is done.")
         async with self._saving:
@@ -57,7 +58,7 @@ class RolledScales:
 
 
 def _fault(said: list[str]) -> Fault:
-    """What the process said about its failure, as an answer."""
+    """The process's error as a fault."""
     try:
         found = json.loads(said[-1])
     except (IndexError, ValueError):

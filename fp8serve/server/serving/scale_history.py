@@ -1,9 +1,9 @@
-"""How the inputs of FP8 layers have moved since their weights serve, in memory that does not grow.
+"""How the inputs of FP8 layers have moved since their weights began to serve, in memory that does not grow.
 
-The engine is asked every few seconds. When a history is full, neighbours in it become one, which keeps the larger
-inputs of both, and from then on twice as many looks become one entry: so it reaches from the first look to the last,
-whatever time lies between, and no peak is lost. Numbers are FP32, and all layers together have at most `NUMBERS`, or
-`LEAST` entries each.
+The engine is asked every few seconds. When a history is full, neighbouring entries are merged, keeping the larger
+inputs of both, and from then on twice as many samples become one entry. So it reaches from the first sample to the
+last, whatever time lies between, and no peak is lost. Numbers are FP32, and all layers together have at most `NUMBERS`,
+or `LEAST` entries each.
 """
 
 import math
@@ -20,7 +20,7 @@ KEPT = ("amax", "window_amax", "scale")
 
 
 class ScaleHistory:
-    """Of one model. Other weights begin another history."""
+    """The history of one model. Other weights begin another history."""
 
     def __init__(self) -> None:
         self._begin("", [])
@@ -30,11 +30,11 @@ class ScaleHistory:
         self._rows = {name: tuple(array("f") for _ in KEPT) for name in names}
         self._times: list[float] = []
         self._most = max(LEAST, min(MOST, NUMBERS // (len(KEPT) * max(1, len(names))) // 2 * 2))
-        self._looks = 1  # that one entry stands for
-        self._seen = 0  # looks so far
+        self._looks = 1  # samples in one entry
+        self._seen = 0  # samples so far
 
     def take(self, weight_version: str, records: Sequence[Mapping[str, Any]]) -> None:
-        """What `Engine.scales` says now; layers whose scales follow every input have no history."""
+        """Adds the present records of `Engine.scales`; layers whose scales follow every input have no history."""
         known = {record["name"]: record for record in records if record["scale"] is not None}
         if weight_version != self.weight_version or self._rows.keys() != known.keys():
             self._begin(weight_version, list(known))
@@ -56,7 +56,8 @@ class ScaleHistory:
         self._looks *= 2
 
     def of(self, layer: str) -> list[dict[str, float | None]] | None:
-        """Its entries, oldest first, each with `at`, the Unix time of its last look; None: there is no such layer."""
+        """The entries of a layer, oldest first, each with `at`, the Unix time of its last sample; None: there is no
+        such layer."""
         if (row := self._rows.get(layer)) is None:
             return None
         return [
@@ -66,7 +67,7 @@ class ScaleHistory:
 
 
 def _add(row: tuple["array[float]", ...], entry: Sequence[float], is_new: bool) -> None:
-    """As an entry of its own, or as a part of the last one."""
+    """Adds a sample as an entry of its own, or to the last one."""
     *inputs, scales = row
     for values, value in zip(inputs, entry, strict=False):
         values.append(value if is_new else _larger(values.pop(), value))
@@ -74,5 +75,5 @@ def _add(row: tuple["array[float]", ...], entry: Sequence[float], is_new: bool) 
 
 
 def _larger(a: float, b: float) -> float:
-    """nan, which stands for no number, only where both are."""
+    """The larger number; nan, which stands for no number, only if both are."""
     return b if math.isnan(a) else a if math.isnan(b) else max(a, b)

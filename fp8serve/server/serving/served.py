@@ -1,4 +1,4 @@
-"""Weights that can be served, and weights that are: a directory, the engine process that holds it, its tokenizer."""
+"""Weights that can be served, and weights that are: a directory, its engine process, and its tokenizer."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ TOLD_NOTHING = AnswerFormat("auto", "auto")
 
 
 class EngineHandle(Protocol):
-    """What we use of `fp8serve.engine.client.EngineClient`."""
+    """The part of `fp8serve.engine.client.EngineClient` that the server uses."""
 
     limits: EngineLimits
     info: dict[str, Any]
@@ -48,6 +48,7 @@ class EngineHandle(Protocol):
     async def stats(self) -> dict[str, Any]: ...
     async def scales(self) -> list[dict[str, Any]]: ...
     async def save_scales(self, path: Path) -> int: ...
+    async def load_weights(self, directory: Path) -> int: ...
     async def load_adapter(self, name: str, directory: Path) -> dict[str, Any]: ...
     async def unload_adapter(self, name: str) -> None: ...
     async def drain(self, deadline: float) -> None: ...
@@ -70,8 +71,8 @@ class Source:
 
 @dataclass(eq=False)
 class Served:
-    """Weights that answer requests, which `admission` counts. `weight_version` names their bytes, `answers` how their
-    answers are read. `adapter`: what the engine computes beside them, by its name there.
+    """Weights that answer requests, which `admission` counts. `weight_version` identifies their bytes; `answers` says
+    how their answers are read. `adapter`: the engine's name of the adapter beside them.
     """
 
     source: Source
@@ -81,15 +82,15 @@ class Served:
     weight_version: str
     answers: AnswerFormat = PLAIN
     heartbeat: HeartbeatMonitor = field(default_factory=HeartbeatMonitor)
-    proven: bool = False  # it has answered since it serves
-    prefilling: frozenset[str] = frozenset()  # ids of requests whose prompts it computed when it was asked last
+    proven: bool = False  # it has answered since it began to serve
+    prefilling: frozenset[str] = frozenset()  # ids of requests whose prompts it was computing at its last report
     leases: int = 0
     free: asyncio.Event = field(default_factory=asyncio.Event)
     adapter: str | None = None
 
     @contextlib.contextmanager
     def lease(self) -> Iterator["Served"]:
-        """While it is held the engine behind these weights is not closed by a swap."""
+        """While the lease is held, a swap does not close the engine of these weights."""
         self.leases += 1
         self.free.clear()
         try:
@@ -104,15 +105,15 @@ Launch = Callable[[Source], Awaitable[tuple[EngineHandle, Tokenizer]]]
 
 
 async def launch(source: Source, log_format: LogFormat = "plain") -> tuple[EngineHandle, Tokenizer]:
-    """Starts an engine process and reads the tokenizer. Raises Fp8ServeError when either cannot be."""
-    await asyncio.to_thread(check_any_config, source.directory)  # the clearest word on a directory that is no model
+    """Starts an engine process and reads the tokenizer. Raises Fp8ServeError when either is impossible."""
+    await asyncio.to_thread(check_any_config, source.directory)  # the clearest error for a bad directory
     tokenizer = await asyncio.to_thread(Tokenizer.from_dir, source.directory)
     return await EngineClient.start(source.directory, source.options, log_format), tokenizer
 
 
 def weight_version(directory: Path) -> str:
-    """12 hex digits from the config and from size, head, middle and tail of every weight file: cheap, and tells results
-    apart.
+    """12 hex digits from the config and from size, head, middle and tail of every weight file, which is cheap and
+    distinguishes results.
     """
     digest = hashlib.sha256()
     for path in [directory / "config.json", *sorted(directory.glob("*.safetensors"))]:

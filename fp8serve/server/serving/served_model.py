@@ -2,15 +2,19 @@
 
 `ServedModel.current` is the only place that says what is served; replacing it is one assignment on the event loop, so
 every request sees either the old weights or the new, whole. A request holds a lease on the weights it started with;
-an engine that was replaced is closed when its last lease ends. A new engine must be ready and produce a token before
-it is put in place; when it cannot, or not before a deadline, the old one keeps serving.
+an engine that was replaced is closed when its last lease ends. A new engine must be ready, produce a token and pass its
+verification (`verification.py`) before it is put in place; when it cannot, or not before a deadline, the old one keeps
+serving. If it dies again and again soon after it was, what served before it is started in its place.
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from fp8serve.engine.request import Request
@@ -22,6 +26,7 @@ from fp8serve.server.serving.adapters import ServedAdapter
 from fp8serve.server.serving.admission import Admission
 from fp8serve.server.serving.scale_history import ScaleHistory
 from fp8serve.server.serving.served import EngineHandle, Launch, Served, Source, weight_version
+from fp8serve.server.serving.verification import UNVERIFIED, Verification, Verified
 from fp8serve.server.settings import Deadlines
 
 log = logging.getLogger("fp8serve.server")
@@ -29,7 +34,23 @@ log = logging.getLogger("fp8serve.server")
 BASE = "base"
 State = Literal["loading", "ready", "restarting", "failed", "unloading", "closed"]
 MAX_FAILED_RESTARTS = 3
-"""Restarts in a row that failed, after which somebody else should try."""
+"""Failed restarts in a row after which the server reports that it is not live."""
+PROBATION_SECONDS = 600.0
+MAX_DEATHS = 3
+"""Deaths of new weights within their probation after which those before them are started again."""
+
+Record = Callable[[str], Awaitable[None]]
+"""Writes down the key of what is to be served after the next start."""
+
+
+@dataclass
+class Probation:
+    """Of weights that were put in place lately. before: what served before them."""
+
+    before: Source
+    record: Record
+    ends: float  # on the monotonic clock
+    deaths: int = 0
 
 
 class ServedModel:
@@ -48,6 +69,8 @@ class ServedModel:
         self.problem: Fp8ServeError | None = None
         self.reported: tuple[Served | None, dict[str, Any]] = (None, {})  # what an engine said last about itself
         self.adapters: dict[str, ServedAdapter] = {}  # by name
+        self.replacing = False  # its weights are being written over
+        self.leaving = False  # the server ends when the last answer has been given, and its engines may with it
         self.asks_layers = False  # whether it is asked about its layers, too
         self.reported_layers: tuple[Served | None, list[dict[str, Any]]] = (None, [])
         self.history = ScaleHistory()
@@ -57,6 +80,7 @@ class ServedModel:
         self._swap = asyncio.Lock()
         self._retiring: dict[Served, asyncio.Task[None]] = {}
         self._canaries = itertools.count()
+        self._probation: Probation | None = None
 
     # -- what is served ------------------------------------------------------------------------------------------------
 
@@ -68,6 +92,8 @@ class ServedModel:
         """The weights that a request gets. Fault 503 while there is no engine, 404 when there will be none."""
         self._refuse_if_leaving()
         served = self.current
+        if self.replacing:
+            raise Fault(Code.STARTING, "Other weights are being put in place.", retry_after=1)
         if served is not None and served.engine.alive:
             return served
         if self.state == "loading":
@@ -83,7 +109,13 @@ class ServedModel:
     @property
     def ready(self) -> bool:
         served = self.current
-        return self.state == "ready" and served is not None and served.engine.alive and self.hang(served) is None
+        return (
+            self.state == "ready"
+            and not self.replacing
+            and served is not None
+            and served.engine.alive
+            and self.hang(served) is None
+        )
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -131,6 +163,8 @@ class ServedModel:
                 try:
                     return self._began(await self.ready_engine(await asyncio.to_thread(fit, source)))
                 except Fp8ServeError as error:
+                    if self.leaving:
+                        raise
                     log.error("%s cannot be served (%s); serving %s", source.model_id, error, last.model_id)
             return self._began(await self.ready_engine(await asyncio.to_thread(fit, last)))
 
@@ -138,8 +172,10 @@ class ServedModel:
         self.current, self.state = served, "ready"
         return served
 
-    async def activate(self, source: Source, record: Callable[[], Awaitable[None]]) -> Served:
-        """Loads `source` beside what is served, has it `record`ed, then swaps, which cannot fail.
+    async def activate(
+        self, source: Source, record: Record, verification: Verification = UNVERIFIED
+    ) -> tuple[Served, Verified | None]:
+        """Loads `source` beside what is served, verifies it, has it `record`ed, then swaps, which cannot fail.
 
         On any failure, of `record` too, raises and changes nothing: what serves is always what a restart would serve.
         """
@@ -154,32 +190,104 @@ class ServedModel:
         async with self._swap:
             self.activating = source.model_id, time.monotonic()
             try:
-                new = await self._recorded(source, record)
+                new, verified = await self._recorded(source, record, verification)
             finally:
                 self.activating = None
             old, self.current = self.current, new
             self.state = "ready"
+            if old is not None and source != old.source:
+                began = Probation(old.source, record, time.monotonic() + PROBATION_SECONDS)
+                self._probation = None if source == self.home else began  # the base is what one goes back to
             self.admission.metrics.swaps("ok").inc()
             log.info("now serving %s (%s)", new.source.model_id, new.weight_version)
             if old is not None:
                 self._retire(old)
+            return new, verified
+
+    async def replace_weights(self, directory: Path, seconds: float) -> Served:
+        """Writes the weights of `directory`, another version of the same model, over those that serve.
+
+        Requests that run have so many seconds to end first, and new ones are sent away meanwhile, so that every answer
+        is one version's. An engine that is started again has the weights that it was started with. Fault 409: the
+        weights do not fit, there are adapters, or requests run on; then nothing has changed.
+        """
+        old = self.resolve()
+        if self._swap.locked():
+            hint = "Try again when it is done."
+            raise Fault(Code.ALIAS_BUSY, "Another change of the served weights is under way.", hint=hint)
+        async with self._swap:
+            self.replacing = True
+            try:
+                await self._until_free(old, seconds)
+                new = replace(old, weight_version=await self._overwrite(old, directory), free=asyncio.Event(), leases=0)
+            finally:
+                self.replacing = False
+            if self.current is not old:
+                raise Fault(Code.ENGINE_DOWN, "The engine ended while its weights were replaced.", retry_after=2)
+            self.current = new
+            log.info("now serving %s with the weights %s", new.source.model_id, new.weight_version)
             return new
 
-    async def _recorded(self, source: Source, record: Callable[[], Awaitable[None]]) -> Served:
-        """`source`, ready to serve and written down as what is served."""
+    async def _until_free(self, served: Served, seconds: float) -> None:
         try:
+            async with asyncio.timeout(seconds):
+                while served.leases:
+                    await served.free.wait()
+        except TimeoutError:
+            message = f"{served.leases} requests were still running after {seconds:g} seconds."
+            raise Fault(Code.ALIAS_BUSY, message, hint="Try again, or give them more `seconds`.") from None
+
+    async def _overwrite(self, served: Served, directory: Path) -> str:
+        """The version of the weights that serve then."""
+        try:
+            version = await asyncio.to_thread(weight_version, directory)
+            await served.engine.load_weights(directory)
+        except (Fp8ServeError, OSError) as error:
+            raise Fault(Code.LOAD_FAILED, f"The weights cannot be put in place: {error}") from None
+        return version
+
+    async def _recorded(
+        self, source: Source, record: Record, verification: Verification
+    ) -> tuple[Served, Verified | None]:
+        """`source`, ready to serve, verified and written down as what is served."""
+        try:
+            await verification.files(source.directory)
             new = await self.ready_engine(source)
+            async with _closed_on_failure(new):
+                verified = await verification.engines(new, self.current)
         except Fp8ServeError as error:
             self.admission.metrics.swaps("failed").inc()
             raise Fault(
                 Code.ACTIVATION_FAILED, f"The new weights cannot be served, and the old ones keep serving: {error}"
             ) from None
+        async with _closed_on_failure(new):
+            await record(source.key)
+        return new, verified
+
+    def to_restart(self, dead: Served) -> Source:
+        """What to start after `dead` has died: itself, or what served before it, where it dies again and again."""
+        probation = self._probation
+        if probation is None or self.adapters or time.monotonic() > probation.ends:
+            return dead.source
+        probation.deaths += 1
+        if probation.deaths < MAX_DEATHS:
+            return dead.source
+        names = dead.source.model_id, probation.deaths, probation.before.model_id
+        log.error("the engine process of %s has died %d times since it serves; going back to %s", *names)
+        return probation.before
+
+    async def went_back(self, dead: Served, new: Served) -> None:
+        """Writes down that `new` serves again, if it is not what was started in place of `dead` anyway."""
+        probation = self._probation
+        if probation is None or new.source == dead.source:
+            return
+        self._probation = None
+        self.admission.metrics.swaps("rolled_back").inc()
+        log.info("now serving %s (%s) again", new.source.model_id, new.weight_version)
         try:
-            await record()
-        except BaseException:
-            await new.engine.close()
-            raise
-        return new
+            await probation.record(new.source.key)
+        except Exception:
+            log.exception("what serves now could not be written down; the next start tries the weights that died")
 
     def swapping(self) -> bool:
         """Whether other weights are being loaded."""
@@ -269,3 +377,13 @@ class ServedModel:
         self.state = "closed"
         if self.current is not None:
             await self.current.engine.close()
+
+
+@contextlib.asynccontextmanager
+async def _closed_on_failure(served: Served) -> AsyncGenerator[None, None]:
+    """An exception in the block, or its end from outside, closes the engine."""
+    try:
+        yield
+    except BaseException:
+        await served.engine.close()
+        raise

@@ -2,7 +2,8 @@
 
 One that dies is started again, with growing pauses, and readiness is false meanwhile; one that hangs, silent or in one
 step for too long, is ended and started again in the same way, also while another is being loaded. The front stays alive
-through all of it. If that does not help, liveness is false, and who watches this process must start it again.
+through all of it. Weights that were activated lately and die again and again give way to those that served before. If
+nothing helps, liveness is false, and who watches this process must start it again.
 """
 
 import asyncio
@@ -81,6 +82,8 @@ class EngineSupervisor:
         if served.engine.alive:
             model.failed_restarts = 0 if served.proven else model.failed_restarts
             return
+        if model.leaving and not model.admission.room.in_flight:
+            return  # a service manager's SIGTERM reaches the engine's process, too, and nothing needs it any more
         model.state = "restarting"
         if model.failed_restarts:
             await asyncio.sleep(BACKOFF_SECONDS[min(model.failed_restarts, len(BACKOFF_SECONDS)) - 1])
@@ -102,7 +105,7 @@ class EngineSupervisor:
         self.model.admission.metrics.restarts.inc()
         try:
             await dead.engine.close()
-            new = await self.model.ready_engine(dead.source)
+            new = await self.model.ready_engine(self.model.to_restart(dead))
         except Fp8ServeError as error:
             log.error("the engine could not be started again: %s", error)
             return
@@ -111,3 +114,5 @@ class EngineSupervisor:
             return
         if not self.model.put_back(dead, new):
             await new.engine.close()
+            return
+        await self.model.went_back(dead, new)

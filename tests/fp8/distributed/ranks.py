@@ -1,4 +1,4 @@
-"""Run a function on several gloo processes, and see what it sends.
+"""Runs a function on several gloo processes, and records what it sends.
 
 The processes are forked, so that they need not import torch again, and meet in a file. A rank that fails or hangs fails
 the test: collectives give up after PATIENCE, and the processes are killed soon after.
@@ -37,7 +37,7 @@ def _entry(rank: int, world: int, folder: str, body: Callable[..., Any], args: t
 
 
 def on_ranks(world: int, body: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `body(rank, *args)` returns on each of `world` processes of one default process group."""
+    """The results of `body(rank, *args)` on each of `world` processes of one default process group."""
     with tempfile.TemporaryDirectory() as folder:
         context = mp.start_processes(_entry, (world, folder, body, args), nprocs=world, join=False, start_method="fork")
         assert context is not None

@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 def network(inner: int = 49) -> nn.Module:
-    """Two blocks 24 -> inner -> 24; 49 rows fall on no number of ranks evenly."""
+    """Two blocks 24 -> inner -> 24; no number of ranks divides 49 rows evenly."""
     torch.manual_seed(0)
     return convert(nn.Sequential(Block(24, inner), Block(24, inner), nn.Linear(24, 8)))
 
@@ -57,7 +57,7 @@ def whole(value: Tensor) -> Tensor:
 
 
 def result(model: nn.Module, losses: list[float]) -> dict[str, Any]:
-    """Losses, and everything the model holds, scaling states included."""
+    """Losses, and the whole state of the model, including scaling states."""
     state = {name: whole(value).detach() for name, value in model.state_dict().items()}
     return {"losses": losses, "state": {name.removeprefix("module."): value for name, value in state.items()}}
 
@@ -73,7 +73,7 @@ def train(model: nn.Module, step: Callable[[int], float]) -> dict[str, Any]:
 
 
 def announced(m: int, microbatches: int) -> bool | None:
-    """What a step of several microbatches says to `autocast` about number `m`."""
+    """The argument of `autocast` for microbatch `m` of a step with several."""
     return m == 0 if microbatches > 1 else None
 
 

@@ -66,7 +66,7 @@ def two_layers() -> torch.nn.Module:
 
 
 def idle(rank: int) -> Any:
-    """A training loop that knows nothing of FP8: gradients are averaged by hand, and a rank without data skips both."""
+    """A training loop without FP8 code: gradients are averaged by hand, and a rank without data skips both passes."""
     model, group, world = two_layers(), dist.group.WORLD, dist.get_world_size()
     scales = []
     for step in range(world + 1):

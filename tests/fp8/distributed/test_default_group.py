@@ -1,4 +1,4 @@
-"""Without a group in its hands, `autocast` reduces over the default process group, as Transformer Engine does.
+"""Without an explicit group, `autocast` reduces over the default process group, as Transformer Engine does.
 
 Whoever wants scales of each rank's own says so with `reduce_amax=False`; what runs on one rank alone says it by itself.
 """
@@ -71,7 +71,7 @@ def test_the_group_is_looked_up_when_the_context_is_entered() -> None:
 
 
 def on_one_rank(rank: int) -> float:
-    """What one rank does alone, and must be able to do: evaluate, and compute in high precision."""
+    """What one rank must be able to do alone: evaluate, and compute in high precision."""
     layer, x = Linear(8, 8), torch.full((2, 8), float(rank + 1))
     with autocast(recipe=SHORT):
         layer(x)

@@ -1,4 +1,4 @@
-"""FSDP2: the FP8 data that are gathered, what they cost on the wire, and the run of one process."""
+"""FSDP2: the gathered FP8 data, the bytes they send, and comparison with the run of one process."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -140,7 +140,7 @@ def step(model: nn.Module, recipe: Recipe) -> Wire:
 
 
 def bytes_on_wire(rank: int) -> Any:
-    """What a step gathers: in FP8 by either recipe, and in BF16."""
+    """The bytes that a step gathers: in FP8 under either recipe, and in BF16."""
     found = {}
     for name, recipe in {"delayed": DELAYED, "current": RECIPES["current"], "bf16": RECIPES["current"]}.items():
         model = nn.Sequential(*[Linear(32, 32, bias=False) for _ in range(4)])

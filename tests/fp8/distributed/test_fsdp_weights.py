@@ -93,7 +93,7 @@ def steps() -> Iterator[tuple[str, Step]]:
 
 
 def frozen(rank: int, recipe: Recipe, in_fp8: bool, one_context: bool) -> Any:
-    """After which steps the sharded model computes something else than a whole one with its weights and scales."""
+    """The steps after which the sharded model differs from a whole one with its weights and scales."""
     wrong = []
     for name, step in steps():
         model = sharded(in_fp8)
@@ -132,7 +132,7 @@ def test_what_is_gathered_in_high_precision_is_the_weight_as_it_is(name: str) ->
 
 
 def accumulating(rank: int, recipe: Recipe) -> Any:
-    """How many bytes are cast in each microbatch, announced, and after a step that nothing else tells of."""
+    """How many bytes are cast in each microbatch, announced, and after a step that only the weights show."""
     model = sharded(True)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
     calls = []

@@ -1,4 +1,4 @@
-"""What stands where in the collective: copies, large models, models of one rank alone, sessions that a model owns."""
+"""Places in the collective: copies, large models, models of one rank alone, sessions that a model owns."""
 
 import copy
 from typing import Any

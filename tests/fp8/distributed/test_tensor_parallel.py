@@ -69,7 +69,7 @@ def alone(recipe: Recipe) -> Any:
 
 
 def cuts(kind: Kind, sequence_parallel: bool) -> dict[str, int | None]:
-    """Along which dimension each tensor is cut; None: whole on every rank."""
+    """The dimension along which each tensor is divided; None: whole on every rank."""
     tokens = 0 if sequence_parallel else None
     if kind == "column":
         return {"x": tokens, "y": 1, "w": 0, "b": 0}
@@ -122,7 +122,7 @@ def test_four_ranks(kind: Kind) -> None:
 @pytest.mark.parametrize("name", ["rowwise", "block"])
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_recipes_that_gather_in_high_precision(kind: Kind, name: str) -> None:
-    """Each rank scales its part of a row or block for itself: near the whole layer, not equal to it."""
+    """Each rank scales its part of a row or block by itself: the result is near that of the whole layer, not equal."""
     wanted, _ = alone(RECIPES[name])
     for found, _ in on_ranks(2, parallel, kind, True, name):
         for here, there in zip(found, wanted, strict=True):

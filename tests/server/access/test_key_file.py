@@ -1,4 +1,4 @@
-"""Keys while a server runs: added, taken out, a file that breaks, and the one key beside them."""
+"""Keys while a server runs: added, removed, a file that becomes invalid, and the single key beside them."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ from tests.server.process import serving
 
 
 def later(path: Path) -> None:
-    """Clocks of file systems are coarse: what was written twice within one tick has another date, too."""
+    """Gives a file a later date, because clocks of file systems are coarse and two writes may have the same."""
     found = path.stat()
     os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns + 10**9))
 

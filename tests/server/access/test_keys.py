@@ -1,4 +1,4 @@
-"""A file of keys: what it may say, who may read it, and whose a key is."""
+"""A file of keys: its contents, its permissions, and the callers of its keys."""
 
 from pathlib import Path
 

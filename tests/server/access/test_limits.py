@@ -1,4 +1,4 @@
-"""Limits of tenants: the buckets by a clock of the test's own, and what clients see of them."""
+"""Limits of tenants: the buckets by the test's own clock, and their effects on clients."""
 
 import asyncio
 from pathlib import Path

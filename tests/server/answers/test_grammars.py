@@ -1,4 +1,4 @@
-"""Grammars of calls, driven by a random walk over what they allow: what comes out is read as valid calls."""
+"""Grammars of calls: a random walk over the tokens that they allow gives valid calls."""
 
 import json
 import random

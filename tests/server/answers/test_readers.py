@@ -1,4 +1,4 @@
-"""What each family of models writes, and the answer that is read from it, however the text is cut."""
+"""The texts of each family of models, and the answers read from them, however the text is divided."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""A server whose model writes exactly what it was told last."""
+"""A server whose model writes exactly its last instruction."""
 
 from typing import Any
 

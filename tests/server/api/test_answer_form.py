@@ -97,7 +97,7 @@ def test_every_spelling_on_every_route(asked: dict[str, Any], form: dict[str, st
     ],
 )
 async def test_what_cannot_be_followed_is_refused_before_the_200(start: Start, asked: dict[str, Any]) -> None:
-    """By the parser process, where the text must be read for it."""
+    """The parser process refuses it, if the text must be read for it."""
     async with start() as server:
         for route, body in (
             ("/v1/completions", {"prompt": "x"} | asked),
@@ -135,7 +135,7 @@ async def test_a_good_form_is_read_once(start: Start, monkeypatch: pytest.Monkey
     ],
 )
 def test_a_form_survives_the_parser_process(model: str, body: dict[str, Any]) -> None:
-    """Which checks long bodies and writes them again."""
+    """The parser process checks long bodies and writes them again."""
     model = f"fp8serve.server.schemas.{model}"
     head = {"kind": "check", "model": model, "sizes": {"prompts": 9, "messages": 9, "context": 99, "texts": 9}}
     answer, written = parser_process._check(head, json.dumps(body).encode())

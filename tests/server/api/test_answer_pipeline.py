@@ -1,4 +1,4 @@
-"""What holds for every route that generates."""
+"""Rules of all routes that generate."""
 
 import asyncio
 import json

@@ -134,7 +134,8 @@ async def test_an_echo_without_log_probabilities_and_without_an_answer(start: St
         assert whole["logprobs"]["token_logprobs"] == [None, -1.0, -2.0]
         assert "".join(chunk["text"] for chunk in chunks) == "abc"
         said = (await server.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 0, "echo": True})).json()
-        assert said["usage"] == {"prompt_tokens": 1, "completion_tokens": 0, "total_tokens": 1}
+        counts = {"prompt_tokens": 1, "completion_tokens": 0, "total_tokens": 1}
+        assert said["usage"] == counts | {"prompt_tokens_details": {"cached_tokens": 0}}
         refused = await server.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 0})
         assert refused.status_code == 400
         assert "needs echo" in refused.text

@@ -1,4 +1,4 @@
-"""Anthropic's /v1/messages. The engine repeats its prompt, so what is said last is what the model writes."""
+"""Anthropic's /v1/messages. The engine repeats its prompt, so the model writes the last message."""
 
 import json
 from typing import Any
@@ -189,7 +189,7 @@ async def test_keys_and_models_as_their_client_sends_them(start: Start) -> None:
 
 
 async def test_a_long_request_says_the_same(talking: Any) -> None:
-    """It is checked in a parser process, and written again without what says nothing."""
+    """A parser process checks it, and writes it again without empty fields."""
     async with talking() as server:
         turns = [*TURNS, {"role": "user", "content": "hi"}]
         tools = [TOOL | {"description": "Weather. " * 20_000}]

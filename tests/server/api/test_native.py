@@ -1,4 +1,4 @@
-"""POST /generate and its streams: known shapes, refused before the 200, the same text both ways."""
+"""POST /generate and its streams: known shapes, refusals before the 200, the same text both ways."""
 
 import asyncio
 import json

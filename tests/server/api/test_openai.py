@@ -23,7 +23,8 @@ async def test_completion_counts_choices_and_tokens(start: Start) -> None:
         assert said["object"] == "text_completion"
         assert [c["text"] for c in said["choices"]] == ["abab", "abab", "xyzx", "xyzx"]
         assert [c["index"] for c in said["choices"]] == [0, 1, 2, 3]
-        assert said["usage"] == {"prompt_tokens": 5, "completion_tokens": 16, "total_tokens": 21}
+        counts = {"prompt_tokens": 5, "completion_tokens": 16, "total_tokens": 21}
+        assert said["usage"] == counts | {"prompt_tokens_details": {"cached_tokens": 0}}
         assert said["system_fingerprint"].startswith("base-")
 
 
@@ -54,6 +55,8 @@ async def test_streams_add_up_for_every_choice(start: Start) -> None:
             assert texts == [c["text"] if "text" in c else c["message"]["content"] for c in whole["choices"]]
             assert ends == ["length"] * 3
             assert got[-1]["choices"] == []
+            found = [usage.pop("prompt_tokens_details") for usage in (whole["usage"], got[-1]["usage"])]
+            assert found[0]["cached_tokens"] <= found[1]["cached_tokens"] < whole["usage"]["prompt_tokens"]
             assert got[-1]["usage"] == whole["usage"]
             assert all(chunk["usage"] is None for chunk in got[:-1])
             assert len({chunk["id"] for chunk in got}) == 1
@@ -136,10 +139,25 @@ async def test_refusals(start: Start, change: dict[str, Any], status: int, code:
         assert (answer.status_code, error["code"], error["param"]) == (status, code, param)
 
 
+async def test_of_two_forms_of_a_field_the_complaint_is_about_the_one_meant(start: Start) -> None:
+    async with start() as server:
+        said = {
+            text: (await server.client.post("/v1/chat/completions", json=ASK | {"stop": stop})).json()["error"][
+                "message"
+            ]
+            for text, stop in {"five": ["a"] * 5, "number": 5, "empty": ""}.items()
+        }
+    assert said["five"] == "stop: list should have at most 4 items after validation, not 5."
+    assert said["number"] == "stop: input should be a valid string."
+    assert said["empty"] == "stop: string should have at least 1 character."
+
+
 async def test_models_are_looked_up_by_name(start: Start) -> None:
     async with start(served_model_name="org/name:tag") as server:
-        listed = (await server.client.get("/v1/models")).json()["data"]
-        assert [m["id"] for m in listed] == ["org/name:tag"]
+        answer = (await server.client.get("/v1/models")).json()
+        assert [m["id"] for m in answer["data"]] == ["org/name:tag"]
+        assert (answer["first_id"], answer["last_id"], answer["has_more"]) == ("org/name:tag", "org/name:tag", False)
+        assert answer["data"][0]["created_at"].endswith("Z")  # as Anthropic's API has it, beside the number of OpenAI's
         assert (await server.client.get("/v1/models/org/name:tag")).json()["max_model_len"] == 512
         assert (await server.client.get("/v1/models/other")).status_code == 404
 

@@ -81,12 +81,12 @@ async def test_every_route_is_described(start: Start) -> None:
                 assert any(status.startswith("2") for status in operation["responses"])
         assert "HTTPValidationError" not in document["components"]["schemas"]
         links = document["paths"]["/finetune"]["post"]["responses"]["202"]["links"]
-        assert len(links) == 8
+        assert len(links) == 9
         assert {link["parameters"]["job_id"] for link in links.values()} == {"$response.body#/id"}
 
 
 async def follow(server: Server, document: Any, path: str, status: str, made: str) -> set[str]:
-    """Goes along every link of an answer that named something `made`; the operations that were reached."""
+    """Follows every link of an answer that named something `made`; returns the operations reached."""
     operations = {o["operationId"]: (m, p) for p, every in document["paths"].items() for m, o in every.items()}
     links = document["paths"][path]["post"]["responses"][status]["links"]
     for name in sorted(links, key=lambda name: operations[name][0] == "delete"):
@@ -104,7 +104,7 @@ async def test_links_lead_somewhere(start: Start) -> None:
     async with start() as server:
         document = (await server.client.get("/openapi.json")).json()
         job = (await server.client.post("/finetune", json=EXAMPLES["/finetune"])).json()["id"]
-        assert len(await follow(server, document, "/finetune", "202", job)) == 8
+        assert len(await follow(server, document, "/finetune", "202", job)) == 9
         form: Any = {"data": {"purpose": "fine-tune"}, "files": {"file": ("a.jsonl", b'{"text": "x"}\n')}}
         file = (await server.client.post("/v1/files", **form)).json()["id"]
         assert len(await follow(server, document, "/v1/files", "200", file)) == 4
@@ -119,6 +119,7 @@ async def test_examples_are_taken_as_they_are(
     made |= {"/classify": classifying_engine, "/scales/save": rolling_engine}
     (tmp_path / "more" / "clerk-2026-01").mkdir(parents=True)
     (tmp_path / "more" / "clerk-2026-01" / "adapter_config.json").touch()
+    (model_dir(tmp_path / "more" / "policy" / "step-12") / "model.safetensors").touch()
     tutor = NamedAdapter("tutor", tmp_path / "tutor")
     adapters = (tutor,) if path == "/v1/unload_lora_adapter" else ()
     launcher = Launcher(made[path]) if path in made else None
@@ -155,7 +156,7 @@ def answered(description: Any, path: str, file_id: str | None = None) -> StepOut
 
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 def test_every_link_leads_to_answers_as_described(description: Any, mode: GenerationMode) -> None:
-    """The operation behind a link is asked for what the answer before it named, in valid and in broken requests."""
+    """The operation behind a link is called with the id that the previous answer named, validly and invalidly."""
     file = answered(description, "/v1/files")
     made = {path: answered(description, path, file.response.json()["id"]) for path in ("/finetune", JOBS)}
     made["/v1/files"] = file
@@ -185,7 +186,7 @@ def follow_with(link: Any, made: StepOutput, mode: GenerationMode) -> None:
 
 
 def test_walks_from_answer_to_answer_meet_nothing_undescribed(description: Any) -> None:
-    """Schemathesis makes jobs and files, valid and broken, and goes on with what the answers named."""
+    """Schemathesis makes jobs and files, valid and broken, and continues with the ids in the answers."""
     walked = description.include(path_regex="^/(finetune|v1/files|v1/fine_tuning)")
 
     class Walk(walked.as_state_machine()):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""What clients send beside a prompt, on every route that generates."""
+"""Parameters of clients beside a prompt, on every route that generates."""
 
 from collections.abc import AsyncGenerator
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Requests under way: who asks, how far each is, and the end of one by an operator's hand."""
+"""Requests under way: their tenants and states, and cancelling one as an operator."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""OpenAI's /v1/responses. The engine repeats its prompt, so what is said last is what the model writes."""
+"""OpenAI's /v1/responses. The engine repeats its prompt, so the model writes the last message."""
 
 import json
 from typing import Any
@@ -178,7 +178,7 @@ async def test_what_is_not_stored_is_named(start: Start) -> None:
 
 
 async def test_a_long_request_says_the_same(talking: Any) -> None:
-    """It is checked in a parser process, and written again without what says nothing."""
+    """A parser process checks it, and writes it again without empty fields."""
     async with talking() as server:
         form = {"format": {"type": "json_schema", "name": "w", "schema": WEATHER}}
         items = [{"role": "user", "content": [{"type": "input_text", "text": "x"}]}, CALLED, RESULT]

@@ -1,4 +1,4 @@
-"""Tools on /v1/chat/completions. The engine repeats its prompt, so what the user says last is what the model writes."""
+"""Tools on /v1/chat/completions. The engine repeats its prompt, so the model writes the user's last message."""
 
 import json
 from typing import Any
@@ -75,6 +75,23 @@ async def test_one_call_at_a_time(talking: Any) -> None:
     async with talking() as server:
         assert len((await choice(server, CALL + CALL))["message"]["tool_calls"]) == 2
         assert len((await choice(server, CALL + CALL, parallel_tool_calls=False))["message"]["tool_calls"]) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_that_a_stop_string_cuts_off_is_no_reason_to_call(talking: Any, stream: bool) -> None:
+    async with talking() as server:
+        for stop, reason in {"Paris": "stop", "</tool_call>": "tool_calls"}.items():
+            said = await ask(server, CALL, stop=stop, stream=stream)
+            chunks = [line.removeprefix("data: ") for line in said.text.splitlines() if line.endswith("}")]
+            assert json.loads(chunks[-1])["choices"][0]["finish_reason"] == reason
+            assert "tool_calls" in said.text
+
+
+async def test_a_function_without_parameters_is_called_without_arguments(talking: Any) -> None:
+    tool = {"type": "function", "function": {"name": "now"}}
+    async with talking() as server:
+        assert (await ask(server, "hi", tools=[tool], tool_choice="required")).status_code == 200
+        assert '"additionalProperties": false' in server.launcher.engine.requests[-1].params.grammar
 
 
 async def test_reasoning_is_apart(talking: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a page owes to people who do not see it, or not well: names for all controls, landmarks, contrast."""
+"""What a page must offer people who see it badly or not at all: names for all controls, landmarks, contrast."""
 
 from typing import Any
 

@@ -69,7 +69,7 @@ class Browser:
         return self.ask(f"{self.session}/goog/cdp/execute", {"cmd": command, "params": params})
 
     def open(self, url: str) -> None:
-        """A page, without the complaints of the one before, whose server may have ended."""
+        """Opens a page and drops the complaints about the previous one, whose server may have ended."""
         self.ask(f"{self.session}/url", {"url": "about:blank"})
         self.complaints()
         self.ask(f"{self.session}/url", {"url": url})
@@ -124,7 +124,7 @@ class Browser:
         return self.ask(f"{self.session}/execute/sync", {"script": script, "args": list(args)})
 
     def size(self, width: int, height: int) -> None:
-        """Of the page, as a phone has it; 0, 0 is the window's own."""
+        """Sets the size of the page, as on a phone; 0, 0 is the window's own."""
         if width:
             values = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
             self.cdp("Emulation.setDeviceMetricsOverride", **values)
@@ -136,18 +136,18 @@ class Browser:
         self.cdp("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": value}])
 
     def forget(self) -> None:
-        """Leaves the page, and takes away what it kept."""
+        """Leaves the page and deletes its storage."""
         origin = self.run("return location.origin")
         self.ask(f"{self.session}/url", {"url": "about:blank"})
         self.cdp("Storage.clearDataForOrigin", origin=origin, storageTypes="local_storage")
 
     def complaints(self) -> list[str]:
-        """What the browser says went wrong since this was last asked."""
+        """The browser's errors since the last call."""
         said = self.ask(f"{self.session}/se/log", {"type": "browser"})
         return [entry["message"] for entry in said if entry["level"] == "SEVERE"]
 
     def violations(self) -> list[str]:
-        """Of the content security policy, by the page that is open."""
+        """Violations of the content security policy by the open page."""
         return list(self.run("return window.violations"))
 
     def shoot(self, path: Path, whole: bool = False) -> None:

@@ -1,7 +1,8 @@
-"""Remakes the pictures of docs/console.md: `python -m tests.server.console.pictures [MODEL_DIR]`.
+"""Remakes the pictures of docs/console.md: `python -m tests.server.console.pictures [MODEL_DIR [EVERY_VIEW]]`.
 
 MODEL_DIR: a calibrated model that holds conversations; without it a tiny model with random weights, which shows the
-same pages with answers that mean nothing. Takes some minutes, nearly all of them for a fine-tune.
+same pages with answers that mean nothing. Takes some minutes, nearly all of them for a fine-tune. EVERY_VIEW: a folder
+for every view at both widths and in both colours, whole, to look at.
 """
 
 import json
@@ -9,13 +10,15 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.engine.adapters import write_random_adapter
 from tests.server.console.browser import Browser, browsing
 from tests.server.console.test_chat import IDLE
-from tests.server.console.test_frame import ready
+from tests.server.console.test_frame import VIEWS, ready
 from tests.server.process import Process, serving
 from tests.tiny import write_tiny_model
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "pictures"
+SIZE, PHONE = (1100, 800), (390, 780)
 FACTS = {
     "What is a scale?": "The number that a tensor is multiplied by before it is cast to FP8.",
     "What is an amax?": "The largest absolute value of a tensor.",
@@ -29,15 +32,21 @@ def main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = Path(arguments[0]) if arguments else write_tiny_model(folder / "tiny")
+        adapter = write_random_adapter(folder / "tutor", model, rank=8, only=("q_proj", "v_proj"))
         options = {"model": str(model), "data_dir": str(folder / "data"), "train_on": "share"}
+        options |= {"adapters": [f"tutor={adapter}"]}
         with serving(folder / "log", **options) as process, browsing(folder) as browser:
-            browser.size(1100, 800)
+            browser.size(*SIZE)
             finetune(browser, process)
             compare(browser)
+            browser.until("document.getElementById('notice').hidden")
             scales(browser)
+            models(browser)
             browser.press("Requests")
             browser.until("document.querySelectorAll('.requests .chart polyline').length === 2")
-            browser.size(390, 780)
+            if arguments[1:]:
+                every_view(browser, Path(arguments[1]))
+            browser.size(*PHONE)
             browser.dark(True)
             browser.press("Chat")
             shoot(browser, "console-phone")
@@ -84,6 +93,27 @@ def scales(browser: Browser) -> None:
     looks = "document.querySelector('#detail .chart polyline')?.getAttribute('points').split(' ').length"
     browser.until(f"{looks} > 4")
     shoot(browser, "console-scales")
+
+
+def models(browser: Browser) -> None:
+    browser.press("Models")
+    browser.until("document.querySelectorAll('#adapters tbody tr').length === 1")
+    browser.run("scrollTo(0, 0)")
+    shoot(browser, "console-models")
+
+
+def every_view(browser: Browser, out: Path) -> None:
+    """Takes pictures of all views."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name in VIEWS.values():
+        browser.press(name)
+        for width, height in (SIZE, PHONE):
+            browser.size(width, height)
+            for colour in ("light", "dark"):
+                browser.dark(colour == "dark")
+                browser.shoot(out / f"{name}-{width}-{colour}.png", whole=True)
+        browser.size(*SIZE)
+    browser.dark(False)
 
 
 def shoot(browser: Browser, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Fine-tuning from the page: data, a dry run, live losses, checkpoints, serving the result and going back."""
+"""Fine-tuning from the page: data, a dry run, live losses, checkpoints, serving the result and rolling back."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What holds for all views: links, keyboard, sizes, colours, names, a lost connection, keys, the policy."""
+"""Rules of all views: links, keyboard, sizes, colours, names, a lost connection, keys, the policy."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The view of requests: what a live server counts, and any metrics that Prometheus' format allows."""
+"""The view of requests: a live server's counts, and any metrics that Prometheus' format allows."""
 
 import pytest
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import csv
+import io
 import json
 import operator
 import os
@@ -97,6 +99,11 @@ async def test_a_job_runs_reports_and_succeeds(start: Start) -> None:
         assert [c["step"] for c in found] == [6, 5, 4, 3, 2, 1]
         series = (await server.client.get(f"/finetune/{job['id']}/metrics")).json()["metrics"]
         assert [m["train_loss"] for m in series] == [1.0 / s for s in range(1, 7)]
+        table = await server.client.get(f"/finetune/{job['id']}/metrics", params={"format": "csv"})
+        assert table.headers["content-type"].startswith("text/csv")
+        assert [row["train_loss"] for row in csv.DictReader(io.StringIO(table.text))] == [
+            str(1.0 / s) for s in range(1, 7)
+        ]
         everything = json.dumps([done, events, found, series])
         assert "secret" not in everything
         assert str(server.state.data_dir) not in everything
@@ -245,6 +252,39 @@ async def test_a_job_outlives_its_server(start: Start) -> None:
         codes = [e["data"]["code"] for e in events if e["type"] == "message"]
         assert codes == ["queued", "running", "data", "stopped", "running", "data", "succeeded"]
         assert [e["data"]["step"] for e in events if e["type"] == "metrics"] == [1, 2, 3, 4, 5, 6]
+
+
+async def test_a_stop_gives_up_an_activation_that_still_loads(start: Start) -> None:
+    launcher = Launcher()
+    async with start(launcher) as server:
+        job = await submit(server)
+        await wait_for(server, job["id"], "succeeded")
+        launcher.held = True
+        asked = asyncio.create_task(server.client.post(f"/finetune/{job['id']}/activate"))
+        await eventually(lambda: server.state.models.default.activating is not None, "the load")
+        server.state.begin_drain()
+        answer = await asked
+        assert (answer.status_code, answer.json()["code"]) == (503, "draining")
+        await eventually(lambda: server.state.drained, "the end of the drain")
+    launcher.held = False
+    async with start(launcher) as server:
+        assert launcher.sources[-1].key == "base"
+
+
+async def test_who_is_in_a_hurry_does_not_wait_for_a_checkpoint(start: Start) -> None:
+    """A second signal: the job's process is ended, and the job goes on from its last checkpoint all the same."""
+    async with start(drain_seconds=10 * PATIENCE) as server:
+        job = await submit(server, "stubborn")
+        await wait_for_step(server, job["id"])
+        server.state.begin_drain()
+        assert not server.state.drained
+        server.state.hurry()
+        assert server.state.drained
+    async with start() as server:
+        unblock_job(server, job["id"])
+        await wait_for(server, job["id"], "succeeded")
+        events = (await server.client.get(f"/finetune/{job['id']}/events")).json()["events"]
+        assert "stopped" in [e["data"]["code"] for e in events if e["type"] == "message"]
 
 
 async def test_a_worker_that_outlives_its_server_is_followed_not_doubled(start: Start) -> None:
@@ -408,12 +448,15 @@ async def test_a_failed_activation_leaves_the_old_weights_serving(start: Start) 
 
 async def test_a_step_is_served_or_refused_never_ignored(start: Start) -> None:
     async with start() as server:
-        job = await trained(server)  # of six steps, with a checkpoint of each
+        job = await trained(server)  # of six steps, with a checkpoint of each, of which no model can be made
         path = f"/finetune/{job}/activate"
-        for step in (1, 5, 7):
+        for step, why in (
+            (1, "step-1 is not a usable training checkpoint"),
+            (7, "no checkpoint of step 7; it has 6, 5"),
+        ):
             answer = await server.client.post(path, json={"step": step})
             assert (answer.status_code, answer.json()["code"]) == (409, "job_state")
-            assert "this job's is of step 6" in answer.text
+            assert why in answer.text
         for wrong in ({"step": 0}, {"step": "6"}, {"stepp": 6}, {"step": 6.0}):
             assert (await server.client.post(path, json=wrong)).status_code == 422
         assert (await server.client.get("/models")).json()["served"]["source"] == "base"
@@ -478,6 +521,43 @@ async def test_files_and_openai_jobs_are_the_same_rows(start: Start) -> None:
         points = (await server.client.get(f"/v1/fine_tuning/jobs/{job['id']}/checkpoints")).json()["data"]
         assert points[0]["step_number"] == 6
         assert points[0]["fine_tuned_model_checkpoint"].endswith(":ckpt-step-6")
+
+
+async def test_preferences_in_openais_form_and_natively(start: Start) -> None:
+    asked, answers = {"messages": [{"role": "user", "content": "a"}]}, {}
+    for name, text in (("preferred_output", "b"), ("non_preferred_output", "c")):
+        answers[name] = [{"role": "assistant", "content": text}]
+    async with start() as server:
+        content = json.dumps({"input": asked, **answers}).encode()
+        stored = (
+            await server.client.post("/v1/files", files={"file": ("p.jsonl", content)}, data={"purpose": "fine-tune"})
+        ).json()
+        ask: dict[str, Any] = {"model": "tiny", "training_file": stored["id"], "label_smoothing": 0.1}
+        method = {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.3, "n_epochs": 2}}}
+        job = (await server.client.post("/v1/fine_tuning/jobs", json={**ask, "method": method})).json()
+        assert job["method"]["type"] == "dpo"
+        assert job["method"]["dpo"]["hyperparameters"] == {
+            "n_epochs": 2, "batch_size": 8, "learning_rate_multiplier": 1.0, "beta": 0.3,
+        }  # fmt: skip
+        config = (await server.client.get(f"/finetune/{job['id']}")).json()["config"]
+        assert (config["method"], config["beta"], config["label_smoothing"]) == ("dpo", 0.3, 0.1)
+        await wait_for(server, job["id"], "succeeded")
+        refused = await server.client.post(
+            "/v1/fine_tuning/jobs", json={**ask, "method": {**method, "supervised": {"hyperparameters": {}}}}
+        )
+        assert refused.status_code == 400
+        assert "has settings of supervised beside the type dpo" in refused.text
+        plain = await server.client.post("/v1/fine_tuning/jobs", json={**ask, "method": {"type": "supervised"}})
+        assert (plain.status_code, "label_smoothing is an option of the method dpo" in plain.text) == (400, True)
+
+        pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+        for rows, said in (([pair, {"prompt": "a", "completion": "b"}], ":2 has only"), ([pair], "")):
+            answer = await server.client.post("/finetune", json={"data": rows, "method": "dpo", "loss_type": "ipo"})
+            assert (answer.status_code, said in answer.text) == (422 if said else 202, True)
+        wrong = {"file_id": stored["id"], "method": "sft"}
+        answer = await server.client.post("/finetune", json=wrong)
+        assert (answer.status_code, "has only ['input'" in answer.text) == (422, True)
+        await wait_for(server, (await server.client.get("/finetune")).json()["jobs"][0]["id"], "succeeded")
 
 
 @pytest.mark.parametrize(

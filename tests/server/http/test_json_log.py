@@ -1,4 +1,4 @@
-"""The log of a server in JSON: what a record of a request holds, and what none ever does."""
+"""The log of a server in JSON: the contents of a request's record, and what no record ever has."""
 
 import json
 import logging

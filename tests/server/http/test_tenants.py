@@ -1,4 +1,4 @@
-"""Who counts as one caller: a key or an address, nothing a request can say of itself."""
+"""Who counts as one caller: a key or an address, whatever a request says about itself."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""ParserProcess alone: what an end of its process means, and what is left of one that is given up as it starts."""
+"""ParserProcess alone: the meaning of its process's end, and clean-up of one that is given up while it starts."""
 
 import asyncio
 import json
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fp8serve.server.parsing.parser_pool import Allowance, ParserProcess
+from fp8serve.train.config import TrainConfig
 from tests.patience import until
 
 ALLOWED = Allowance(cpu=60.0, memory=2**34)
@@ -31,7 +32,8 @@ def test_the_end_of_an_idle_process_is_not_the_next_jobs_fault(number: int, tmp_
     data.write_text('{"text": "one"}\n')
 
     async def killed_between_two_jobs() -> None:
-        process, body = ParserProcess(), json.dumps([str(data)]).encode()
+        config = TrainConfig(model="m", data=(str(data),), out="o").to_json()
+        process, body = ParserProcess(), json.dumps({"config": config, "files": [str(data)]}).encode()
         for _ in range(3):
             assert await process.perform({"op": "rows"}, body, ALLOWED) == ({}, b"")
             assert process._process is not None

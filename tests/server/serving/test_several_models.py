@@ -11,6 +11,7 @@ from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import RequestError
 from fp8serve.server.named_models import NamedModel
 from fp8serve.server.serving import memory
+from fp8serve.server.serving.supervisor import EngineSupervisor
 from fp8serve.server.settings import Settings
 from tests.patience import eventually
 from tests.server.conftest import Server, Start
@@ -166,6 +167,7 @@ async def test_load_and_unload_are_idempotent_and_leave_no_trace(start: Start, m
         ("tiny", {"source": "a"}, 409, "stands for something else"),
         ("other", {"source": "a"}, 409, "stands for something else"),
         ("x", {"source": "a", "options": {"scales": "/etc/passwd"}}, 422, "scales is a place"),
+        ("x", {"source": "a", "options": {"draft_model": "/etc"}}, 422, "draft_model is a place"),
         ("x", {"source": "a", "options": {"colour": 1}}, 422, "no option 'colour'"),
         ("x", {"source": "a", "options": {"max_num_seqs": 0}}, 422, "max_num_seqs must be greater"),
         ("x", {"source": "a", "options": {"recipe": "nope"}}, 422, "no recipe 'nope'"),
@@ -340,6 +342,22 @@ async def test_one_dead_engine_is_started_again_and_no_other(start: Start, more:
         text = (await server.client.get("/metrics")).text
         assert 'fp8serve_engine_restarts_total{model="x"} 1.0' in text
         assert 'fp8serve_engine_restarts_total{model="tiny"} 0.0' in text
+
+
+async def test_an_engine_that_ends_with_the_server_is_not_started_again(start: Start, more: Path) -> None:
+    """systemd sends SIGTERM to every process of a service, so an engine that is idle ends before its server does."""
+    async with start(models_dir=more) as server:
+        model = server.state.models.default
+        await load(server, "x", "a")
+        server.state.begin_drain()
+        assert model.current is not None
+        server.launcher.engines[0].alive = False
+        await EngineSupervisor(model)._look_after(model.current)
+        assert model.state == "ready"
+        assert model.admission.room.in_flight == 0
+        model.leaving = False  # as while requests are in flight
+        await EngineSupervisor(model)._look_after(model.current)
+        await eventually(lambda: len(server.launcher.engines) == 3)
 
 
 async def test_a_full_model_leaves_the_others_their_places(start: Start, more: Path) -> None:

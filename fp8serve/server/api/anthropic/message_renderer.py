@@ -1,8 +1,8 @@
 """Answers as Anthropic writes them: a message of blocks, or the events that build one.
 
-A block of thinking has an empty signature, for nobody checks it. Arguments that are no JSON object, because
-`max_tokens` cut them off, come as `{"INVALID_JSON": text}` in an answer that is not streamed, which is how Anthropic
-advises to send them back.
+A block of thinking has an empty signature, because it is never checked. Arguments that are not a JSON object, because
+`max_tokens` cut them off, come as `{"INVALID_JSON": text}` in an answer that is not streamed, which is the form in
+which Anthropic advises to send them back.
 """
 
 import json
@@ -57,7 +57,7 @@ class MessageRenderer(Renderer[list[Change]]):
         return fault.anthropic(self._request_id)
 
     def headers(self) -> dict[str, str]:
-        """By this name their client looks for it."""
+        """The header under which Anthropic's client looks for the request's id."""
         return {"request-id": self._request_id}
 
     def encoded(self, item: JsonObject) -> bytes:
@@ -74,7 +74,7 @@ class MessageRenderer(Renderer[list[Change]]):
         return {"type": "content_block_delta", "index": change.place, "delta": delta}
 
     def _begun(self, passage: Passage) -> JsonObject:
-        """A block without what it says."""
+        """A block without its text."""
         if passage.kind == "call":
             return {"type": "tool_use", "id": self._new_id(), "name": passage.name, "input": {}}
         if passage.kind == "reasoning":
@@ -94,7 +94,7 @@ class MessageRenderer(Renderer[list[Change]]):
         }
 
     def _ending(self) -> JsonObject:
-        """Why it ended, and what it cost."""
+        """Why the answer ended, and its usage."""
         passages, sequence = self._passages, None
         if passages.finish == "length":
             reason = "max_tokens" if passages.tokens == self._limit else "model_context_window_exceeded"
@@ -109,7 +109,7 @@ class MessageRenderer(Renderer[list[Change]]):
 
 
 def _filled(passage: Passage) -> JsonObject:
-    """What a block says, as fields of it."""
+    """The text of a block, as fields of it."""
     if passage.kind == "call":
         return {"input": _arguments(passage.text)}
     return {"thinking" if passage.kind == "reasoning" else "text": passage.text}

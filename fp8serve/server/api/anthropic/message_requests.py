@@ -1,7 +1,7 @@
 """Anthropic's bodies as the chat requests that all families share.
 
-A user's turn that holds results of tools becomes messages of the role `tool`, and one of the user for what else it
-says. `output_config.effort` and `thinking` reach chat templates that know them, as `reasoning_effort` and
+A user's turn with results of tools becomes messages of the role `tool`, and one of the user for its other text.
+`output_config.effort` and `thinking` are passed to chat templates that know them, as `reasoning_effort` and
 `enable_thinking`.
 """
 
@@ -27,12 +27,12 @@ class StoppedBody(ChatBody):
 
 
 def conversation_of(body: a.CountBody) -> ChatBody:
-    """The conversation alone. Raises pydantic's ValidationError where parts do not fit together."""
+    """The conversation alone. Raises pydantic's ValidationError if parts do not fit together."""
     return ChatBody(**_asked(body))
 
 
 def chat_of(body: a.MessagesBody) -> ChatBody:
-    """The same, and how it is to be answered."""
+    """The conversation, and how it is to be answered."""
     return StoppedBody(
         **_asked(body),
         max_tokens=body.max_tokens,
@@ -44,7 +44,7 @@ def chat_of(body: a.MessagesBody) -> ChatBody:
 
 
 def parse_message(chat: ChatBody) -> ParsedRequest:
-    """An answer ends where the context does, however high `max_tokens` is: the stop reason tells which it was."""
+    """An answer ends at the end of the context, however high `max_tokens` is; the stop reason tells which ended it."""
     limit = chat.max_tokens or 1
     return replace(parse_chat(chat), sampling=lambda room: chat.params(max(1, min(limit, room))))
 
@@ -75,7 +75,7 @@ def _variables(body: a.CountBody) -> dict[str, Any]:
 
 
 def _system(body: a.CountBody) -> list[Message]:
-    """Blocks of instructions stand on lines of their own."""
+    """Joins blocks of instructions, each on lines of its own."""
     if not body.system:
         return []
     text = body.system if isinstance(body.system, str) else "\n".join(block.text for block in body.system)
@@ -92,7 +92,7 @@ def _messages(turn: a.UserTurn | a.AssistantTurn | a.SystemTurn) -> Iterator[Mes
 
 
 def _said(role: str, blocks: Sequence[a.TextBlock | a.ToolResultBlock]) -> Iterator[Message]:
-    """Results, then what was said beside them."""
+    """Results, then the text beside them."""
     results = [block for block in blocks if isinstance(block, a.ToolResultBlock)]
     texts = [block for block in blocks if isinstance(block, a.TextBlock)]
     for result in results:
@@ -102,7 +102,7 @@ def _said(role: str, blocks: Sequence[a.TextBlock | a.ToolResultBlock]) -> Itera
 
 
 def _result(block: a.ToolResultBlock) -> str:
-    """No template knows of failures: the text has to say it."""
+    """A result of a tool. No template knows of failures, so the text says that it failed."""
     text = a.text_of(block.content)
     return f"Error: {text}" if block.is_error else text
 

@@ -1,1 +1,1 @@
-"""A conversation that is to be answered, as every family of routes asks for it: one request, read in one way."""
+"""A conversation to be answered, in the common form of all families of routes."""

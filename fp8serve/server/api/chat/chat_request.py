@@ -1,4 +1,4 @@
-"""What a conversation asks for, whichever protocol it came by: theirs is translated into a ChatBody first."""
+"""Reads what a conversation asks for; other protocols' bodies are translated into a ChatBody first."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -35,7 +35,7 @@ def parse_chat(body: ChatBody) -> ParsedRequest:
 
 
 def template_variables(body: ChatBody) -> dict[str, Any]:
-    """For the chat template, beside the messages."""
+    """Variables for the chat template, beside the messages."""
     return (body.chat_template_kwargs or {}) | {"tools": plain_tools(body.offered)}
 
 
@@ -43,7 +43,7 @@ Theirs = TypeVar("Theirs")
 
 
 def translated(translate: Callable[[Theirs], ChatBody], body: Theirs) -> ChatBody:
-    """Another protocol's body as a chat request. RequestValidationError where its parts do not fit together."""
+    """Another protocol's body as a chat request. RequestValidationError if its parts do not fit together."""
     try:
         return translate(body)
     except ValidationError as error:

@@ -1,6 +1,6 @@
-"""An answer as a row of passages, each of them reasoning, content or one call: what protocols of blocks and items show.
+"""An answer as a series of passages, each of them reasoning, content or one call, for protocols with blocks or items.
 
-`take` says what an output changes, in the order in which a stream tells it: a passage begins, grows, is complete.
+`take` returns the changes by an output, in the order of a stream: a passage begins, grows, is complete.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Passage:
 
 
 class Change(NamedTuple):
-    """`text`: by how much the passage grows."""
+    """`text`: what is added to the passage."""
 
     what: Literal["begins", "grows", "ends"]
     place: int

@@ -1,4 +1,4 @@
-"""What the tools of a chat request ask of the engine, and of whoever reads the answer."""
+"""What the tools of a chat request require from the engine, and from the reader of the answer."""
 
 import json
 import secrets
@@ -21,7 +21,7 @@ LOOKED_AT = 16
 
 
 def fit(served: Served, body: ChatBody, prompt: Ids, params: SamplingParams) -> SamplingParams:
-    """The parameters with which these weights write an answer that can be read. Fault when none can."""
+    """The parameters with which these weights write an answer that can be read. Fault when that is not possible."""
     if body.offered and not body.must_call and served.answers.tools == "none":
         message = "How this model writes tool calls is not known."
         raise Fault(Code.INVALID_PARAMETER, message, param="tools", hint="Start the server with --tool-parser.")
@@ -38,7 +38,7 @@ def answer_reader(body: ChatBody, generation: Generation, request: Request) -> A
 
 
 def call_id(body: ChatBody, served: Served, prefix: str) -> str:
-    """A new name for a call: for Mistral's templates nine letters and digits, because they refuse others."""
+    """A new id for a call: for Mistral's templates nine letters and digits, because they refuse others."""
     short = _format(served, body).tools == "mistral"
     return secrets.token_hex(5)[:9] if short else f"{prefix}_{secrets.token_hex(12)}"
 
@@ -49,7 +49,7 @@ def schemas_of(body: ChatBody) -> dict[str, str]:
 
 
 def _grammar(served: Served, body: ChatBody, prompt: Ids, params: SamplingParams) -> str | None:
-    """Of calls where these must come, or must be valid; None where the model may write what it likes."""
+    """The grammar of calls if they are required, or must be valid; None if the model may write anything."""
     form, tools = _format(served, body), body.offered
     if isinstance(body.tool_choice, NamedTool):
         tools = [tool for tool in tools if tool.function.name == body.tool_choice.function.name]

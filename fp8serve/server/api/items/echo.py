@@ -1,4 +1,4 @@
-"""The part of a `response` object that repeats what was asked, with what was chosen where nothing was said."""
+"""The part of a `response` object that repeats the request, with the values chosen where it said nothing."""
 
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.server.api.answer_pipeline import JsonObject
@@ -7,7 +7,7 @@ from fp8serve.server.schemas.item_bodies import ResponsesBody
 
 
 def asked_for(body: ResponsesBody, params: SamplingParams, model: str) -> JsonObject:
-    """Nothing is stored, and nothing runs in the background or is cut off a prompt."""
+    """The fields of the request. Nothing is stored, runs in the background, or truncates a prompt."""
     return {
         "model": model,
         "instructions": body.instructions,

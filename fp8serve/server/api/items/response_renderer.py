@@ -123,7 +123,7 @@ class ResponseRenderer(Renderer[list[Change]]):
         return f"{PREFIXES[kind]}_{self.generation.id}_{place}"
 
     def _item_status(self, place: int) -> str:
-        """Only the last can be cut off."""
+        """The status of an item; only the last can be cut off."""
         return self._status if place == len(self._passages.found) - 1 else "completed"
 
     # -- the response --------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from fp8serve.server.schemas.tools import Allowed, AllowedTools, Function, Funct
 
 
 def chat_of(body: b.ResponsesBody) -> ChatBody:
-    """Raises pydantic's ValidationError where parts do not fit together."""
+    """The chat request. Raises pydantic's ValidationError if parts do not fit together."""
     return ChatBody(
         model=body.model,
         messages=[*_instructions(body), *_messages(body.input)],
@@ -69,14 +69,15 @@ def _messages(items: Sequence[b.Item] | str) -> Iterator[Message]:
 
 
 class _Turn:
-    """What the assistant did until somebody else's turn came."""
+    """The assistant's items up to the next turn of another role."""
 
     def __init__(self) -> None:
         self._thought = self._said = ""
         self._calls: list[ToolCall] = []
 
     def ends_before(self, item: b.Item) -> bool:
-        """A call belongs to what was thought and said before it, a message to what was thought."""
+        """Whether the turn ends before an item. A call belongs to the reasoning and text before it, and a message to
+        the reasoning before it."""
         if isinstance(item, b.CallItem):
             return False
         of_assistant = isinstance(item, b.ReasoningItem) or (

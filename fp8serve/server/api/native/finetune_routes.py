@@ -7,7 +7,7 @@ nothing.
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request
 from starlette.responses import JSONResponse, Response
@@ -15,13 +15,13 @@ from starlette.responses import JSONResponse, Response
 from fp8serve.server.api.bounded_route import BoundedRoute
 from fp8serve.server.api.dependencies import IdempotencyKey, PageSize, StateDep
 from fp8serve.server.api.native.activation_routes import swap
-from fp8serve.server.faults import Code, Fault
-from fp8serve.server.finetuning.checkpoints import checkpoint_metrics, written_checkpoints
+from fp8serve.server.finetuning.checkpoints import checkpoint_metrics, checkpoint_name, source_key, written_checkpoints
 from fp8serve.server.finetuning.job_records import Event, Job
 from fp8serve.server.finetuning.job_store import FINAL
 from fp8serve.server.http.streams import EventStream, event, until_disconnect
 from fp8serve.server.schemas.finetune_bodies import ActivateJobBody, FinetuneBody
 from fp8serve.server.server_state import ServerState
+from fp8serve.train.series import as_csv
 
 router = APIRouter(tags=["fine-tuning"], route_class=BoundedRoute)
 EVENTS_AT_ONCE = 500
@@ -108,20 +108,36 @@ async def _until_changed(state: ServerState) -> None:
 
 @router.get("/finetune/{job_id}/checkpoints", summary="Checkpoints that are whole and on the disk, newest first")
 async def checkpoints(job_id: str, state: StateDep) -> dict[str, Any]:
+    """Each can be activated, loaded and trained on by the name in `model`, whatever became of the job."""
     job = await asyncio.to_thread(state.jobs.get, job_id)
     found = await asyncio.to_thread(written_checkpoints, state.jobs, state.runner, job)
     return {
         "checkpoints": [
-            {"step": e.data["step"], "created_at": e.created_at, "metrics": checkpoint_metrics(e)} for e in found
+            {
+                "step": e.data["step"],
+                "model": checkpoint_name(job.model_id, e.data["step"]),
+                "created_at": e.created_at,
+                "metrics": checkpoint_metrics(e),
+            }
+            for e in found
         ]
     }
 
 
-@router.get("/finetune/{job_id}/metrics", summary="The series of a job's metrics, one object for each reported step")
-async def series(job_id: str, state: StateDep) -> dict[str, Any]:
-    await asyncio.to_thread(state.jobs.get, job_id)
-    found = await asyncio.to_thread(state.jobs.newest_events, job_id, 100_000, None, "metrics")
-    return {"metrics": [item.data for item in reversed(found)]}
+@router.get(
+    "/finetune/{job_id}/metrics", summary="A job's metrics, for each reported step, as JSON or CSV", response_model=None
+)
+async def series(
+    job_id: str, request: Request, state: StateDep, format: Literal["json", "csv"] | None = None
+) -> Response | dict[str, Any]:
+    """Oldest first. CSV for `format=csv`, or for `Accept: text/csv`; of a job without a step only its header."""
+    job = await asyncio.to_thread(state.jobs.get, job_id)
+    found = await asyncio.to_thread(state.jobs.newest_events, job.id, 100_000, None, "metrics")
+    rows = [item.data for item in reversed(found)]
+    if format == "csv" or (format is None and "text/csv" in request.headers.get("accept", "")):
+        name = {"Content-Disposition": f'attachment; filename="{job.id}.csv"'}
+        return Response(as_csv(rows), headers=name, media_type="text/csv")
+    return {"metrics": rows}
 
 
 @router.post("/finetune/{job_id}/cancel", summary="End a job; what it wrote stays")
@@ -141,26 +157,26 @@ async def resume(job_id: str, state: StateDep) -> dict[str, Any]:
     return job_view(state, await state.submissions.resume(job_id))
 
 
+@router.delete("/finetune/{job_id}", summary="Forget a job that has ended, and remove all that it wrote")
+async def delete(job_id: str, state: StateDep) -> dict[str, Any]:
+    """Its result and its checkpoints, too; so not while one of them serves, or another job goes on from it."""
+    await asyncio.to_thread(state.retention.delete, job_id)
+    return {"id": job_id, "deleted": True}
+
+
 @router.post("/finetune/{job_id}/activate", summary="Serve a job's result in place of the present weights")
 async def activate(job_id: str, state: StateDep, body: ActivateJobBody | None = None) -> dict[str, Any]:
-    """Answers when the new weights serve. No request in flight is touched; on failure nothing changes."""
+    """Answers when the new weights serve. No request in flight is touched; on failure nothing changes.
+
+    They are verified first: all numbers finite, a few tokens written, and on the job's held-out rows, or its own where
+    it has none, a perplexity of at most `max_perplexity_ratio` times that of what serves. `step` takes the model of a
+    checkpoint, also of a job that has not succeeded.
+    """
+    body = body or ActivateJobBody()
     job = await asyncio.to_thread(state.jobs.get, job_id)
-    if body is not None and body.step is not None:
-        await asyncio.to_thread(require_result_step, state, job, body.step)
-    return await swap(state, await asyncio.to_thread(state.sources.owner, job), job_id)
-
-
-def require_result_step(state: ServerState, job: Job, step: int) -> None:
-    """Fault 409 unless the job's result is that of `step`: only a result is a model that can be served."""
-    last = max((int(e.data["step"]) for e in written_checkpoints(state.jobs, state.runner, job)), default=None)
-    if step != last:
-        found = "has none yet" if last is None else f"is of step {last}"
-        raise Fault(
-            Code.JOB_STATE,
-            f"Only a job's result can be served, and this job's {found}.",
-            param="step",
-            hint="Leave `step` out, or train a job of that many steps with max_steps.",
-        )
+    key = await asyncio.to_thread(source_key, state.jobs, state.runner, job, body.step)
+    owner = await asyncio.to_thread(state.sources.owner, job)
+    return await swap(state, owner, key, body.max_perplexity_ratio)
 
 
 def job_view(state: ServerState, job: Job) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""What comes of a request to `/generate`, in text-generation-inference's shapes.
+"""Answers of `/generate`, in text-generation-inference's shapes.
 
-A stream sends one event for each token; the text of a token is what it made certain, so characters are whole, stop
-strings never show, and the texts add up to `generated_text`. The last event carries `generated_text` and `details`;
-there is no `[DONE]`. Answers also name `model`, `weight_version`, `request_id`.
+A stream sends one event for each token; the text of a token is the text that it made certain, so characters are whole,
+stop strings never appear, and the texts add up to `generated_text`. The last event has `generated_text` and `details`;
+there is no `[DONE]`. Answers also have `model`, `weight_version` and `request_id`.
 """
 
 import time
@@ -21,7 +21,7 @@ from fp8serve.server.serving.generation import Generation
 
 @dataclass(frozen=True)
 class NewTokens:
-    """What one output brings: tokens, and the likeliest at the place of each (empty when not asked for)."""
+    """The contents of one output: tokens, and the likeliest tokens at the place of each (empty when not asked for)."""
 
     tokens: list[JsonObject]
     tops: list[list[JsonObject]]
@@ -43,7 +43,7 @@ class NativeRenderer(Renderer[NewTokens]):
         self._shown = 0  # events so far
 
     def add(self, index: int, output: RequestOutput) -> NewTokens:
-        """The text that became certain goes to the last of the output's tokens."""
+        """Takes an output. The text that became certain goes to the last of its tokens."""
         tokenizer = self.generation.served.tokenizer
         logprobs = output.logprobs or (None,) * len(output.token_ids)
         texts = [""] * (len(output.token_ids) - 1) + [output.text_delta]
@@ -70,7 +70,7 @@ class NativeRenderer(Renderer[NewTokens]):
         return answer | self._origin()
 
     def headers(self) -> dict[str, str]:
-        """What text-generation-inference's dashboards read; times in milliseconds."""
+        """The headers that text-generation-inference's dashboards read; times in milliseconds."""
         milliseconds = str(round((time.perf_counter() - self.started) * 1e3))
         prompt = len(self.generation.requests[0].prompt_token_ids)
         return {
@@ -82,7 +82,7 @@ class NativeRenderer(Renderer[NewTokens]):
     # -- as a stream ---------------------------------------------------------------------------------------------------
 
     def events(self, index: int, output: RequestOutput, new: NewTokens) -> Iterator[JsonObject]:
-        """One for each token. The last one of the answer tells how it ended, even where it adds no token."""
+        """One event for each token. The last one tells how the answer ended, even if it adds no token."""
         ended = output.finish_reason is not None
         for i, token in enumerate(new.tokens):
             last = ended and i == len(new.tokens) - 1
@@ -102,7 +102,7 @@ class NativeRenderer(Renderer[NewTokens]):
         return {"index": self._shown, "token": token} | tops | end | (self._origin() if final is not None else {})
 
     def _no_token(self) -> JsonObject:
-        """The token before it again, without text, marked special so that clients skip it."""
+        """The last token again, without text, marked special so that clients skip it."""
         return (self.tokens[-1] if self.tokens else {"id": 0, "logprob": None}) | {"text": "", "special": True}
 
     # -- parts of both -------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class NativeRenderer(Renderer[NewTokens]):
         }
 
     def _prefill(self, found: Sequence[TokenLogprob]) -> list[JsonObject]:
-        """The prompt's tokens, of which the first has no log-probability."""
+        """The prompt's tokens; the first has no log-probability."""
         tokenizer, first = self.generation.served.tokenizer, self.generation.requests[0].prompt_token_ids[0]
         tokens = [(first, None), *((item.token_id, item) for item in found)]
         return [_token(tokenizer, token_id, tokenizer.token_text(token_id), item) for token_id, item in tokens]
@@ -131,7 +131,7 @@ class NativeRenderer(Renderer[NewTokens]):
 
 
 class ListRenderer(NativeRenderer):
-    """The same for clients of Hugging Face's inference endpoints: what is not streamed is a list of one."""
+    """The same for clients of Hugging Face's inference endpoints: an answer that is not streamed is a list of one."""
 
     def whole(self) -> Any:
         return [super().whole()]

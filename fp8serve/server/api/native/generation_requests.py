@@ -1,4 +1,4 @@
-"""What the body of `/generate` asks for: text-generation-inference's parameters as ours."""
+"""Reads the body of `/generate`: text-generation-inference's parameters as SamplingParams."""
 
 import secrets
 

@@ -13,7 +13,7 @@ from fp8serve.server.api.dependencies import StateDep
 from fp8serve.server.api.native.activation_routes import served_view
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.named_models import NamedModel, check_name
-from fp8serve.server.schemas.model_bodies import AliasBody, LoadBody, UnloadBody
+from fp8serve.server.schemas.model_bodies import AliasBody, LoadBody, UnloadBody, WeightsBody
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.served import Source
 from fp8serve.server.serving.served_model import BASE, ServedModel
@@ -50,6 +50,26 @@ async def load(name: str, state: StateDep, body: LoadBody | None = None) -> dict
     return model_view(state, await state.load(name, home))
 
 
+@router.post("/weights", summary="Write another version of its weights over those of a model that serves")
+async def replace_weights(body: WeightsBody, state: StateDep) -> dict[str, Any]:
+    """For a trainer beside the server: in place, so that no second engine is loaded. Answers when they serve. Requests
+    under way end first, and new ones get 503 meanwhile: every answer is one version's. All or nothing.
+    """
+    model = state.models.default if body.model is None else state.models.find(body.model, "model")
+    directory = (await asyncio.to_thread(state.loadable)).get(body.path)
+    if directory is None:
+        hint = "Paths are the directories of --models-dir that hold a model."
+        raise Fault(Code.MODEL_NOT_FOUND, "There is no such directory.", param="path", hint=hint)
+    if model.adapters:
+        hint = f"Unload first: {', '.join(model.adapters)}."
+        raise Fault(Code.ALIAS_BUSY, "The model has adapters, which are for the weights that it serves.", hint=hint)
+    seconds = state.settings.drain_seconds if body.seconds is None else body.seconds
+    before = served_view(model.current)
+    served = await state.loader.to_the_end(model.replace_weights(directory, seconds))
+    count = served.engine.info["weights_version"]
+    return {"model": model.name, "served": served_view(served), "previous": before, "weights_version": count}
+
+
 @router.post("/models/{name:path}/unload", summary="Stop serving a further model")
 async def unload(name: str, state: StateDep, body: UnloadBody | None = None) -> dict[str, Any]:
     """Takes nothing new for it at once; answers under way have `seconds` to end."""
@@ -81,12 +101,11 @@ def _give(state: ServerState, model: ServedModel, alias: str) -> None:
 def _home(state: ServerState, name: str, body: LoadBody) -> Source:
     """What the name is to stand for. Fault: there is no such source, or the name or an option is none."""
     source = str(body.source)
-    job = state.sources.result(source)
     directory = state.loadable().get(source)
-    if job is None and directory is None:
-        hint = "Sources are ids of fine-tune jobs that succeeded, and the directories of --models-dir."
+    if directory is None and not state.sources.knows(source):
+        hint = "Sources are ids of fine-tune jobs that succeeded, checkpoints, and the directories of --models-dir."
         raise Fault(Code.MODEL_NOT_FOUND, "There is no such source.", param="source", hint=hint)
-    if place := next((name for name in ("scales", "cache_dir") if name in body.options), None):
+    if place := next((name for name in ("scales", "cache_dir", "draft_model") if name in body.options), None):
         message = f"{place} is a place on the server's disk, which only its command line can name."
         raise Fault(Code.INVALID_PARAMETER, message, param="options")
     try:
@@ -94,7 +113,7 @@ def _home(state: ServerState, name: str, body: LoadBody) -> Source:
         home = Source(BASE, name, named.directory, named.engine(state.settings.device), named.answers)
     except RequestError as error:
         raise Fault(Code.INVALID_PARAMETER, str(error), param="options" if body.options else "name") from None
-    return home if job is None else state.sources.of_job(job, home)
+    return state.sources.trained(source, home) or home
 
 
 def model_view(state: ServerState, model: ServedModel) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""The requests that engines compute now, and the end of one by an operator's hand.
+"""Lists the requests that engines are computing, and lets an operator end one.
 
-A row is an HTTP request with all its answers. It tells who asked, how much and how far it is, and nothing of a prompt
-or an answer. Prompts that are still made into tokens, embeddings and classes are not among them.
+A row is an HTTP request with all its answers. It tells who asked, for how much, and how far it is, but shows no prompt
+and no answer. Prompts that are still being tokenized, embeddings and classes are not listed.
 """
 
 import logging

@@ -83,7 +83,7 @@ async def info(state: StateDep, model: ModelName = None) -> dict[str, Any]:
 
 
 def public_facts(facts: dict[str, Any]) -> dict[str, Any]:
-    """The engine's own description, without places on our disk."""
+    """The engine's own description, without places on the server's disk."""
     return {k: v for k, v in facts.items() if not (isinstance(v, str) and v.startswith("/"))}
 
 
@@ -101,9 +101,10 @@ async def scales(state: StateDep, model: ModelName = None) -> dict[str, Any]:
         raise Fault(Code.ENGINE_DOWN, f"The engine did not answer: {error}") from None
 
 
-@router.get("/scales/history", summary="How the inputs of one FP8 layer have moved since its weights serve")
+@router.get("/scales/history", summary="How the inputs of one FP8 layer have moved since its weights began to serve")
 async def history(state: StateDep, layer: LayerName, model: ModelName = None) -> dict[str, Any]:
-    """About every five seconds a look; of a long time neighbours are one entry, with the larger inputs of both."""
+    """One sample about every five seconds; over a long time neighbouring entries are merged and keep the larger
+    inputs."""
     found = state.models.default if model is None else state.models.find(model, "model")
     served, kept = found.resolve(), found.history
     entries = kept.of(layer) if kept.weight_version == served.weight_version else []
@@ -115,7 +116,7 @@ async def history(state: StateDep, layer: LayerName, model: ModelName = None) ->
 
 @router.post("/scales/save", summary="Write what is served, with its scales as they are now, beside the model")
 async def save(state: StateDep, body: SaveScalesBody | None = None, model: ModelName = None) -> dict[str, Any]:
-    """With --roll-history. It goes on to its end even if the client that asked for it goes away."""
+    """Only with --roll-history. It continues to its end even if the client that asked for it goes away."""
     name = None if body is None else body.name
     saved, count = await asyncio.shield(asyncio.ensure_future(state.save_scales(model, name)))
     return {"name": saved, "scales": count}

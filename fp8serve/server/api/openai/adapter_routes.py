@@ -43,7 +43,10 @@ def _source(state: ServerState, body: LoadAdapterBody) -> AdapterSource:
     found = state.loadable_adapters().get(body.lora_path)
     if found is not None:
         return AdapterSource(body.lora_name, *found)
-    if (job := state.sources.adapter(body.lora_path)) is not None:
-        return state.sources.of_adapter(job, body.lora_name)
-    hint = "Paths are ids of fine-tune jobs that trained an adapter, and directories of --models-dir that hold one."
+    if (trained := state.sources.adapter(body.lora_path)) is not None:
+        return state.sources.of_adapter(*trained, body.lora_name)
+    hint = (
+        "Paths are ids of fine-tune jobs that trained an adapter, checkpoints of them, and directories of --models-dir "
+        "that hold one."
+    )
     raise Fault(Code.MODEL_NOT_FOUND, "There is no such adapter.", param="lora_path", hint=hint)

@@ -1,5 +1,6 @@
-"""The message of one choice as it grows: reasoning, content, tool calls, and the deltas of a stream that bring them."""
+"""The message of one choice as it grows: reasoning, content and tool calls, and their deltas in a stream."""
 
+import json
 from collections.abc import Callable
 
 from fp8serve.engine.output import RequestOutput
@@ -9,25 +10,27 @@ from fp8serve.server.api.answer_pipeline import JsonObject
 
 
 class ChatAnswer:
-    """Takes in what a model writes. `new_id` names a call."""
+    """Takes the parts of an answer. `new_id` makes the id of a call."""
 
     def __init__(self, reader: AnswerReader, new_id: Callable[[], str]) -> None:
         self._reader, self._new_id = reader, new_id
         self._reasoning = self._content = ""
         self._calls: list[JsonObject] = []
         self._unsent: list[JsonObject] = []
+        self._stopped_by: str | int | None = None
 
     def take(self, output: RequestOutput) -> None:
+        self._stopped_by = output.stop_reason
         for part in self._reader.take(output.text_delta, ends=output.finish_reason is not None):
             self._add(part)
 
     def drain(self) -> list[JsonObject]:
-        """The deltas that were not asked for yet."""
+        """The deltas since the last call."""
         deltas, self._unsent = self._unsent, []
         return deltas
 
     def message(self) -> JsonObject:
-        """All that came. Without text, the content is null beside calls."""
+        """The whole message. Beside calls, the content is null if there is no text."""
         said: JsonObject = {"role": "assistant", "content": self._content, "refusal": None}
         if self._reasoning:
             said |= _reasoning(self._reasoning)
@@ -36,8 +39,12 @@ class ChatAnswer:
         return said
 
     def finish(self, reason: str | None) -> str | None:
-        """Why the answer ended, as OpenAI says it."""
-        return "tool_calls" if reason == "stop" and self._calls else reason
+        """OpenAI's finish reason: `tool_calls` only if no stop string cut off the last call."""
+        return "tool_calls" if reason == "stop" and self._calls and not self._is_cut else reason
+
+    @property
+    def _is_cut(self) -> bool:
+        return isinstance(self._stopped_by, str) and not _is_json(self._calls[-1]["function"]["arguments"])
 
     def _add(self, part: Part) -> None:
         if isinstance(part, Content):
@@ -63,6 +70,14 @@ class ChatAnswer:
         self._unsent.append({"tool_calls": [piece]})
 
 
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def _reasoning(text: str) -> JsonObject:
-    """Under both names that clients look for."""
+    """Reasoning under both names that clients look for."""
     return {"reasoning_content": text, "reasoning": text}

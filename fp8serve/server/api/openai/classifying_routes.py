@@ -1,4 +1,4 @@
-"""`/classify`, and what `/v1/rerank` and `/v1/score` ask of a cross-encoder: scores of texts and of pairs."""
+"""`/classify`, and the scores of pairs by a cross-encoder for `/v1/rerank` and `/v1/score`."""
 
 import time
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ router = APIRouter(tags=["OpenAI"], route_class=BoundedRoute)
 
 @router.post("/classify", summary="The likeliest label of each text", response_model=None)
 async def classify(body: ClassifyBody, request: Request, state: StateDep) -> dict[str, Any]:
-    """Of a classifier, with the score of every label. vLLM's route."""
+    """By a classifier, with the score of every label. This is vLLM's route."""
     served = state.served(body.model, "classify")
     labels = _labels(served)
     most = most_tokens(body, served, is_pair=False)
@@ -41,7 +41,7 @@ async def relevance(
     served: Served,
     state: ServerState,
 ) -> tuple[list[float], int]:
-    """One score for each pair, and how many tokens were read. Fault: the model has more labels than one."""
+    """One score for each pair, and how many tokens were read. Fault: the model has more than one label."""
     if (labels := len(_labels(served))) != 1:
         message = f"This model scores {labels} labels and no relevance; ask /classify for them."
         raise Fault(Code.INVALID_PARAMETER, message, param="model")
@@ -53,7 +53,7 @@ async def relevance(
 
 
 def _labels(served: Served) -> list[str]:
-    """Fault: the model has none."""
+    """The model's labels. Fault: it has none."""
     if served.engine.limits.task != "classify":
         message = "This model has no labels; name a classifier or a cross-encoder for this route."
         raise Fault(Code.INVALID_PARAMETER, message, param="model")
@@ -68,7 +68,7 @@ async def _scores(
     request: Request,
     state: ServerState,
 ) -> tuple[list[list[float]], int]:
-    """Of each text, or pair of texts, the score of every label, and how many tokens were read."""
+    """The score of every label for each text, or pair of texts, and how many tokens were read."""
     state.parser.sizes(served.engine.limits.max_model_len).check(body)
     with served.lease(), served.admission.reserve(1) as places:
         read = await until_disconnect(request, state.parser.texts(served, asked))

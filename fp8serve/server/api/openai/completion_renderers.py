@@ -1,4 +1,4 @@
-"""What comes of a completion, as OpenAI's two routes write it.
+"""Answers of OpenAI's two completion routes.
 
 Choices of one request run at the same time and their chunks interleave by `index`. A stream's failures after the 200
 arrive as `data: {"error": ...}` and then `data: [DONE]`, which OpenAI's own client raises as an APIError.
@@ -61,7 +61,7 @@ class Choice:
 
 
 class CompletionRenderer(Renderer[list[Placed]]):
-    """What both routes share. The choices are prompt 0's n, then prompt 1's n, ..."""
+    """The common part of both routes. The choices are prompt 0's n, then prompt 1's n, ..."""
 
     END = DONE
     PREFIX: ClassVar[str]
@@ -91,7 +91,7 @@ class CompletionRenderer(Renderer[list[Placed]]):
         return self.choices[index].take(output)
 
     def prompt_logprobs(self, choice: Choice) -> JsonObject:
-        """The field of this name, where it was asked for."""
+        """The field of this name, if it was asked for."""
         return {} if choice.of_prompt is None else {"prompt_logprobs": choice.of_prompt}
 
     def whole(self) -> JsonObject:
@@ -120,9 +120,11 @@ class CompletionRenderer(Renderer[list[Placed]]):
             "system_fingerprint": served.weight_version,
         }
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> JsonObject:
         prompt, new = self.generation.prompt_tokens, sum(choice.tokens for choice in self.choices)
-        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        cached = {"cached_tokens": self.generation.cached_tokens}
+        counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        return counts | {"prompt_tokens_details": cached}
 
 
 class TextRenderer(CompletionRenderer):
@@ -156,7 +158,7 @@ class TextRenderer(CompletionRenderer):
             yield self._chunk(self._delta(index, shown, new))
 
     def _shown(self, output: RequestOutput) -> RequestOutput:
-        """The output, without the token of an answer that nobody wants."""
+        """The output, without the token of an answer if none was requested."""
         if not self._hides_answer:
             return output
         finish = "length" if output.finish_reason == "stop" else output.finish_reason
@@ -177,7 +179,7 @@ class TextRenderer(CompletionRenderer):
         return placed_prompt(self._echoes[index], asked, self.tokenizer, self.params)
 
     def kept(self) -> Iterator[Choice]:
-        """Of each prompt's answers the most probable, by the mean over their tokens; equal ones in their order."""
+        """The most probable of each prompt's answers, by the mean over their tokens; equal ones in their order."""
         each, wanted = self.generation.n, self.asked.returned
         for start in range(0, len(self.choices), each):
             group = self.choices[start : start + each]

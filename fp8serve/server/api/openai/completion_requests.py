@@ -1,4 +1,4 @@
-"""What the body of `/v1/completions` asks for; api/chat says it of conversations."""
+"""Reads the body of `/v1/completions`; api/chat reads conversations."""
 
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.server.api.answer_pipeline import ParsedRequest

@@ -23,5 +23,5 @@ async def completions(body: CompletionBody, request: Request, state: StateDep) -
 
 @router.post("/chat/completions", summary="Continue a conversation", response_model=None, responses=STREAM_RESPONSE)
 async def chat(body: ChatBody, request: Request, state: StateDep) -> Response:
-    """The conversation is rendered by the model's own template."""
+    """Renders the conversation by the model's own template."""
     return await respond(body, parse_chat, ChatRenderer, request, state, stream=bool(body.stream))

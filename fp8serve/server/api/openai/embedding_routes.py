@@ -29,7 +29,7 @@ JsonObject = dict[str, Any]
 
 @router.post("/embeddings", summary="One vector for each text", response_model=None)
 async def embeddings(body: EmbeddingBody, request: Request, state: StateDep) -> JsonObject:
-    """Of an embedding model; the prompt that is named, or its default one, if it has any, is put before texts."""
+    """By an embedding model. The named prompt, or the model's default one if it has any, is put before the texts."""
     served, how = state.served(body.model, "embed"), _How(body.dimensions, body.prompt_name)
     vectors, tokens = await _vectors(body, body.texts, how, request, served, state)
     as_text = body.encoding_format == "base64"
@@ -42,7 +42,7 @@ async def embeddings(body: EmbeddingBody, request: Request, state: StateDep) -> 
 
 @router.post("/rerank", summary="Documents by their relevance to a query", response_model=None)
 async def rerank(body: RerankBody, request: Request, state: StateDep) -> JsonObject:
-    """By a cross-encoder's own score, or the cosine of vectors; documents of equal relevance in their order."""
+    """By a cross-encoder's own score, or the cosine of vectors; documents of equal relevance keep their order."""
     documents = body.texts
     pairs = [(body.query, document) for document in documents]
     served = state.served(body.model, "classify", "embed")
@@ -75,7 +75,7 @@ async def score(body: ScoreBody, request: Request, state: StateDep) -> JsonObjec
 
 @dataclass(frozen=True)
 class _How:
-    """What a body asks for besides. documents: of which texts, by their places, at most `document` tokens are read."""
+    """How a body's texts are read. documents: the indexes of the texts of which at most `document` tokens are read."""
 
     dimensions: int | None = None
     prompt_name: str | None = None
@@ -83,7 +83,7 @@ class _How:
     documents: range = range(0)
 
     def prompt(self, served: Served, texts: Sequence[Prompt]) -> str:
-        """The text to put before texts. Fault: the model has none of that name, or there is no text."""
+        """The prompt to put before texts. Fault: the model has none of that name, or the input is token ids."""
         info = served.engine.info
         if self.prompt_name is None:
             return str(info.get("prompt", ""))
@@ -106,12 +106,12 @@ async def _relevance(
     served: Served,
     state: ServerState,
 ) -> tuple[list[float], int]:
-    """The score of each pair, and how many tokens were read: by vectors each different text once."""
+    """The score of each pair, and how many tokens were read; with vectors each different text is read once."""
     if served.engine.limits.task == "classify":
         return await relevance(body, pairs, request, served, state)
     first, second = (list(dict.fromkeys(texts)) for texts in zip(*pairs, strict=True))
     document = body.max_tokens_per_doc if isinstance(body, RerankBody) else None
-    if document is None:  # a text is read alike wherever it stands
+    if document is None:  # a text is read in the same way in both places
         second = [text for text in second if text not in set(first)]
     how = _How(document=document, documents=range(len(first), len(first) + len(second)))
     vectors, tokens = await _vectors(body, [*first, *second], how, request, served, state)
@@ -153,7 +153,7 @@ async def _read(
     request: Request,
     state: ServerState,
 ) -> list[list[int]]:
-    """Token ids of each text, `before` put before it, and of those that came as ids."""
+    """Token ids of each text, with `before` put before it; inputs that are ids stay as they are."""
     document = how.document and how.document + len(served.tokenizer.encode(before, add_special_tokens=False))
     asked = [
         Asked(before + text, None, most, document if i in how.documents else None)

@@ -16,9 +16,9 @@ _FAILED: Outcome = "failed"
 
 
 async def at_once(ask: Callable[[], Awaitable[T]], tokens: Sequence[int], places: Places, visit: Visit) -> T:
-    """What the engine answers to texts of so many tokens. Fault: it refuses them, or stopped, or they are too many."""
+    """The engine's answer to texts of so many tokens. Fault: it refuses them, has stopped, or they are too many."""
     visit.set_aside(sum(tokens))
-    (ticket,), outcome = places.take([sum(tokens)]), _FAILED  # one place, however many its texts: none waits for all
+    (ticket,), outcome = places.take([sum(tokens)]), _FAILED  # one place, however many its texts are
     try:
         visit.usage.prompt += sum(tokens)
         found = await ask()
@@ -33,7 +33,8 @@ async def at_once(ask: Callable[[], Awaitable[T]], tokens: Sequence[int], places
 
 
 def most_tokens(body: Truncating, served: Served, *, is_pair: bool) -> int | None:
-    """How many tokens of a text, or a pair, are read; None: all. Fault: more than the model can, or no text is left."""
+    """How many tokens of a text, or a pair, are read; None: all. Fault: more than the model reads, or too few for a
+    text."""
     longest, most = served.engine.limits.max_model_len, body.most(served.engine.limits.max_model_len)
     if most is None or most == longest:
         return most
@@ -48,5 +49,5 @@ def most_tokens(body: Truncating, served: Served, *, is_pair: bool) -> int | Non
 
 
 def usage(tokens: int) -> dict[str, int]:
-    """As OpenAI counts what is read and not answered."""
+    """OpenAI's usage of a request that reads tokens and generates none."""
     return {"prompt_tokens": tokens, "total_tokens": tokens}

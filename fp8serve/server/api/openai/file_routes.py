@@ -1,7 +1,8 @@
 """`/v1/files`: training data, uploaded once and used by any number of jobs.
 
-Bytes lie in `files/<id>.jsonl` (or `.txt`) under the data directory; the name a client gave is only a label. What is
-in the file is checked when a job uses it, not here, as OpenAI's service does.
+Bytes lie in `files/<id>.jsonl` (`.csv`, `.parquet` and so on) under the data directory; of the name that a client gave
+only its end counts, which says how the file is read (docs/data.md). What is in the file is checked when a job uses it,
+not here, as OpenAI's service does.
 """
 
 import asyncio
@@ -12,12 +13,13 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from fp8serve.model.storage.files import fsync
+from fp8serve.model.text.data_files import ending_of
 from fp8serve.server.api.dependencies import StateDep
 from fp8serve.server.api.openai.pages import page
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.finetuning.job_directory import file_path
 from fp8serve.server.finetuning.job_records import StoredFile, new_file_id
-from fp8serve.server.http.uploads import Upload, is_text, receive_upload
+from fp8serve.server.http.uploads import Upload, receive_upload
 from fp8serve.server.server_state import ServerState
 
 router = APIRouter(prefix="/v1/files", tags=["OpenAI"])
@@ -29,8 +31,9 @@ FORM = {"requestBody": {"required": True, "content": {"multipart/form-data": {"s
 }}}}}  # fmt: skip
 
 
-@router.post("", summary="Upload training data (.jsonl or .txt)", openapi_extra=FORM)
+@router.post("", summary="Upload training data", openapi_extra=FORM)
 async def upload(request: Request, state: StateDep) -> Response:
+    """JSON lines, or by the end of its name text, JSON, CSV, TSV or Parquet; all but Parquet also with .gz."""
     folder = state.data_dir / "files"
     folder.mkdir(mode=0o700, exist_ok=True)
     file_id = new_file_id()
@@ -42,8 +45,7 @@ def _keep(state: ServerState, arrived: Upload, file_id: str) -> StoredFile:
     """Gives the file its name and its row; a file that is not accepted leaves nothing."""
     try:
         _check_form(arrived)
-        suffix = ".txt" if is_text(arrived.filename or "") else ".jsonl"
-        final = arrived.path.with_name(file_id + suffix)
+        final = arrived.path.with_name(file_id + ending_of(arrived.filename or ""))
         arrived.path.rename(final)
         try:
             fsync(final.parent)
@@ -101,8 +103,8 @@ async def content(file_id: str, state: StateDep) -> Response:
 @router.delete("/{file_id}", summary="Forget a file; jobs that used it keep their copy")
 async def delete(file_id: str, state: StateDep) -> dict[str, Any]:
     await asyncio.to_thread(state.jobs.delete_file, file_id)
-    for suffix in (".jsonl", ".txt"):
-        (state.data_dir / "files" / (file_id + suffix)).unlink(missing_ok=True)
+    for path in (state.data_dir / "files").glob(f"{file_id}.*"):
+        path.unlink(missing_ok=True)
     return {"id": file_id, "object": "file", "deleted": True}
 
 

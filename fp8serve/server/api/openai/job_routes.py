@@ -4,6 +4,7 @@ Following OpenAI, a file with bad rows does not fail the request.
 """
 
 import asyncio
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -12,7 +13,7 @@ from fp8serve.server.api.bounded_route import BoundedRoute
 from fp8serve.server.api.dependencies import IdempotencyKey, PageSize, StateDep
 from fp8serve.server.api.openai.pages import page
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.finetuning.checkpoints import checkpoint_metrics, written_checkpoints
+from fp8serve.server.finetuning.checkpoints import checkpoint_metrics, checkpoint_name, written_checkpoints
 from fp8serve.server.finetuning.job_records import Event, Job
 from fp8serve.server.schemas.openai_finetune_bodies import LEARNING_RATE, JobBody
 from fp8serve.server.server_state import ServerState
@@ -111,10 +112,18 @@ def view(state: ServerState, job: Job) -> dict[str, Any]:
         "error": job.error or {"code": None, "message": None, "param": None} if job.status == "failed" else None,
         "seed": config["seed"],
         "hyperparameters": shown,
-        "method": {"type": "supervised", "supervised": {"hyperparameters": shown}},
+        "method": _method(config, shown),
         "integrations": [],
         "metadata": job.metadata or None,
     }
+
+
+def _method(config: Mapping[str, Any], shown: Mapping[str, Any]) -> dict[str, Any]:
+    """OpenAI's `method`; a job of an older version has none in its configuration and is supervised."""
+    if config.get("method", "sft") == "dpo":
+        beta = "auto" if config["beta"] is None else config["beta"]
+        return {"type": "dpo", "dpo": {"hyperparameters": {**shown, "beta": beta}}}
+    return {"type": "supervised", "supervised": {"hyperparameters": shown}}
 
 
 def event_view(item: Event) -> dict[str, Any]:
@@ -135,7 +144,7 @@ def checkpoint_view(state: ServerState, job: Job, item: Event) -> dict[str, Any]
         "id": f"ftckpt_{item.seq}",
         "object": "fine_tuning.job.checkpoint",
         "created_at": item.created_at,
-        "fine_tuned_model_checkpoint": f"{job.model_id}:ckpt-step-{step}",
+        "fine_tuned_model_checkpoint": checkpoint_name(job.model_id, step),
         "step_number": step,
         "fine_tuning_job_id": job.id,
         "metrics": {"step": step} | checkpoint_metrics(item),

@@ -1,12 +1,12 @@
-"""Log-probabilities as OpenAI's two routes write them, laid along the text of the answer.
+"""Log-probabilities as OpenAI's two routes write them, aligned with the text of the answer.
 
-`LogprobStream` gives each token its place in the returned text, in characters, and gives it out together with its
-text, streamed or not: what is held back because it may begin a stop string is held back here, and tokens that stand
-within the stop string that ended the text are no part of the answer.
+`LogprobStream` gives each token its place in the returned text, in characters, and returns it together with its
+text, streamed or not: a token is held back as long as its text may begin a stop string, and the tokens
+of the stop string that ended the text are not a part of the answer.
 
 A token is written as the text of its bytes, or as `bytes:\\xe2\\x98` when it is part of a character, as OpenAI does.
 `bytes` of all tokens, joined, are the text's UTF-8 bytes; it is null for a token that has no text in the answer, such
-as end-of-text. `/v1/completions` has a map keyed by text: where two alternatives have the same, the less probable one
+as end-of-text. `/v1/completions` has a map keyed by text: if two alternatives have the same text, the less probable one
 is called `token_id:N`. Values are clamped (`wire.finite`), because JSON has no infinity.
 """
 
@@ -25,8 +25,8 @@ JsonObject = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A token and where it stands. `offset`: characters of the answer before it; `shown`: it has text in the answer;
-    `first`: no text is before it; `known`: it has a log-probability, which the first token of a prompt has not.
+    """A token and its place. `offset`: characters of the answer before it; `shown`: it has text in the answer;
+    `first`: no text is before it; `known`: it has a log-probability, unlike the first token of a prompt.
     """
 
     item: TokenLogprob
@@ -43,7 +43,7 @@ class LogprobStream:
         self._tokenizer, self._params = tokenizer, params
         self._decoder = tokenizer.stream(params.skip_special_tokens)
         self._settled = offset  # characters that the tokens seen so far make certain
-        self._sent = offset  # characters that were given out
+        self._sent = offset  # characters that were returned
         self._begun = False
         self._waiting: deque[Placed] = deque()
 
@@ -65,7 +65,7 @@ class LogprobStream:
         return placed
 
     def _has_text(self, token_id: int, output: RequestOutput) -> bool:
-        """Not of a special token, and not of the token that ended the text, unless these are asked for."""
+        """Whether a token has text: special tokens and the one that ended the text have none, unless asked for."""
         if self._params.skip_special_tokens and token_id in self._tokenizer.special_ids:
             return False
         if self._params.include_stop_str_in_output:
@@ -75,7 +75,7 @@ class LogprobStream:
 
 
 def prompt_text(ids: Sequence[int], tokenizer: Tokenizer, params: SamplingParams) -> str:
-    """As it is echoed: with special tokens where the answer has them."""
+    """The prompt as it is echoed, with special tokens if the answer has them."""
     decoder = tokenizer.stream(params.skip_special_tokens)
     return "".join([*(decoder.push(token) for token in ids), decoder.flush()])
 
@@ -83,7 +83,7 @@ def prompt_text(ids: Sequence[int], tokenizer: Tokenizer, params: SamplingParams
 def placed_prompt(
     ids: Sequence[int], found: Sequence[TokenLogprob], tokenizer: Tokenizer, params: SamplingParams
 ) -> list[Placed]:
-    """A prompt's tokens, of which the first has no log-probability."""
+    """A prompt's tokens; the first has no log-probability."""
     decoder, offset, placed = tokenizer.stream(params.skip_special_tokens), 0, list[Placed]()
     hidden = tokenizer.special_ids if params.skip_special_tokens else frozenset()
     for number, item in enumerate((TokenLogprob(ids[0], 0.0), *found)):
@@ -94,7 +94,7 @@ def placed_prompt(
 
 
 def prompt_table(found: Sequence[TokenLogprob], top: int, tokenizer: Tokenizer) -> list[JsonObject | None]:
-    """vLLM's `prompt_logprobs`: of each place the token that stands there and the `top` best, by token id."""
+    """vLLM's `prompt_logprobs`: for each place, its token and the `top` best ones, by token id."""
     return [None, *(_by_id(item, top, tokenizer) for item in found)]
 
 
@@ -124,7 +124,7 @@ def text_logprobs(placed: list[Placed], tokenizer: Tokenizer) -> JsonObject:
 
 def _by_text(placed: Placed, tokenizer: Tokenizer) -> dict[str, float]:
     found: dict[str, float] = {}
-    for token_id, logprob in placed.item.top:  # by falling probability
+    for token_id, logprob in placed.item.top:  # in descending order of probability
         name = _name(tokenizer, token_id, placed)
         found[f"token_id:{token_id}" if name in found else name] = finite(logprob)
     return found

@@ -1,27 +1,24 @@
 // A GPU made of C++: stands in for csrc/cuda/device.h so that the kernels run, unchanged, where there is no
 // GPU.
 //
-// A block's threads are coroutines on one processor: each runs until it meets a barrier or a warp-wide
-// instruction and goes on when the others have come. Blocks run one after the other. Asynchronous copies land
-// when they are waited for and not before, warp instructions have the register layouts of the PTX manual, and
-// shared memory is poisoned before each block, so that a missing wait, a wrong lane or an unwritten word
-// shows. It cannot show data races between barriers, nor anything about speed. It is slow: tens of
-// milliseconds for a tile of a GEMM.
+// A block's threads take turns on one processor (threads.h). Asynchronous copies land when they are waited
+// for and not before, warp instructions have the register layouts of the PTX manual, and shared memory is
+// poisoned before each block, so that a missing wait, a wrong lane or an unwritten word shows. Data races
+// between barriers show when it is compiled with ThreadSanitizer (races.h); nothing here shows speed. It is
+// slow: tens of milliseconds for a tile of a GEMM.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/tensor.h>
-#include <ucontext.h>
 
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <functional>
-#include <memory>
 #include <stdexcept>
-#include <vector>
 
 #include "fp8.h"
+#include "threads.h"
 
 #define FP8SERVE_OPS fp8serve_emulated
 #define FP8SERVE_DEVICE_KEY CPU
@@ -30,15 +27,11 @@
 #define __device__
 #define __host__
 #define __forceinline__ inline
-#define __shared__ static
+#define __shared__ static  // one block runs at a time, and tests/cuda/emulated.py finds it by its symbol
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 
-struct dim3 {
-  unsigned x, y, z;
-  dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}  // NOLINT: as in CUDA
-};
 struct uint2 {
   uint32_t x, y;
 };
@@ -60,127 +53,12 @@ class OnDevice {
  public:
   explicit OnDevice(const Tensor&) {}
   Stream stream() const { return nullptr; }
-  int multiprocessors() const { return 4; }
-  int capability() const { return 89; }
+  int multiprocessors() const { return emulator::settings.chip.multiprocessors; }
+  int capability() const { return emulator::settings.chip.capability; }
 };
 
-// --- threads
-// ------------------------------------------------------------------------------------------------------
-
-namespace emulator {
-
-enum class State { ready, at_block_barrier, at_warp_barrier, done };
-
-struct Copy {
-  void* to;
-  const void* from;
-  bool valid;
-};
-
-struct Thread {
-  ucontext_t context;
-  std::unique_ptr<char[]> stack = std::make_unique<char[]>(kStack);
-  State state = State::done;
-  std::vector<std::vector<Copy>> copies;  // by group; the last one is open
-  unsigned char slot[64];                 // what this lane gives to its warp
-  static constexpr size_t kStack = 256 * 1024;
-};
-
-struct Machine {
-  std::vector<Thread> threads = std::vector<Thread>(1024);
-  std::vector<unsigned char> shared = std::vector<unsigned char>(232 * 1024 + 1024);
-  ucontext_t scheduler;
-  int running = 0, count = 0;
-  std::function<void()> body;
-  dim3 thread_index, block_index, block_size, grid_size;
-  Thread& self() { return threads[static_cast<size_t>(running)]; }
-};
-
-inline Machine machine;
-
-inline void enter() {
-  machine.body();
-  machine.self().state = State::done;
-  swapcontext(&machine.self().context, &machine.scheduler);
-}
-
-inline void wait(State barrier) {
-  const int self = machine.running;
-  machine.self().state = barrier;
-  swapcontext(&machine.threads[static_cast<size_t>(self)].context, &machine.scheduler);
-}
-
-inline void resume(int i) {
-  machine.running = i;
-  machine.thread_index = dim3(static_cast<unsigned>(i), 0, 0);
-  swapcontext(&machine.scheduler, &machine.self().context);
-}
-
-// Lets threads [begin, end) pass if all that still run wait at `barrier`.
-inline bool release(int begin, int end, State barrier) {
-  int waiting = 0, live = 0;
-  for (int i = begin; i < end; ++i) {
-    const State state = machine.threads[static_cast<size_t>(i)].state;
-    waiting += state == barrier;
-    live += state != State::done;
-  }
-  const bool whole = barrier == State::at_block_barrier || live == end - begin;
-  if (waiting == 0 || waiting != live || !whole) return false;
-  for (int i = begin; i < end; ++i) {
-    Thread& thread = machine.threads[static_cast<size_t>(i)];
-    if (thread.state == barrier) thread.state = State::ready;
-  }
-  return true;
-}
-
-inline void start_thread(int i) {
-  Thread& thread = machine.threads[static_cast<size_t>(i)];
-  thread.state = State::ready;
-  thread.copies.assign(1, {});
-  getcontext(&thread.context);
-  thread.context.uc_stack.ss_sp = thread.stack.get();
-  thread.context.uc_stack.ss_size = Thread::kStack;
-  thread.context.uc_link = nullptr;
-  makecontext(&thread.context, enter, 0);
-}
-
-inline void run_block() {
-  std::memset(machine.shared.data(), 0xff, machine.shared.size());  // NaN, in FP8 and in FP32
-  for (int i = 0; i < machine.count; ++i) start_thread(i);
-  for (;;) {
-    bool ran = false, live = false;
-    for (int i = 0; i < machine.count; ++i) {
-      if (machine.threads[static_cast<size_t>(i)].state == State::ready) resume(i), ran = true;
-      live |= machine.threads[static_cast<size_t>(i)].state != State::done;
-    }
-    if (!live) return;
-    bool released = release(0, machine.count, State::at_block_barrier);
-    for (int w = 0; w < machine.count; w += 32) {
-      released |= release(w, std::min(w + 32, machine.count), State::at_warp_barrier);
-    }
-    if (!ran && !released)
-      throw std::runtime_error("emulator: threads of a block wait for each other for ever");
-  }
-}
-
-inline Thread& lane(int i) { return machine.threads[static_cast<size_t>(machine.running / 32 * 32 + i)]; }
-
-// Every lane gives a value; f reads those of the others.
-template <class T, class F>
-auto exchange(const T& mine, const F& f) {
-  static_assert(sizeof(T) <= sizeof(Thread::slot));
-  std::memcpy(machine.self().slot, &mine, sizeof(T));
-  wait(State::at_warp_barrier);
-  const auto result = f([](int i) {
-    T value;
-    std::memcpy(&value, lane(i).slot, sizeof(T));
-    return value;
-  });
-  wait(State::at_warp_barrier);
-  return result;
-}
-
-}  // namespace emulator
+// --- launches
+// -----------------------------------------------------------------------------------------------------
 
 #define threadIdx (::fp8serve::emulator::machine.thread_index)
 #define blockIdx (::fp8serve::emulator::machine.block_index)
@@ -190,11 +68,12 @@ auto exchange(const T& mine, const F& f) {
 template <class... P, class... A>
 void launch(void (*kernel)(P...), dim3 grid, int threads, int shared_bytes, Stream, const A&... args) {
   using namespace emulator;
-  if (threads > 1024 || shared_bytes > 99 * 1024)
-    throw std::runtime_error("emulator: Ada could not launch this");
+  if (threads > 1024 || shared_bytes > settings.chip.shared_bytes)
+    throw std::runtime_error("emulator: this chip could not launch this");
   if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 || grid.z > 65535) {
     throw std::runtime_error("emulator: this is no grid");
   }
+  settings.launches.push_back({reinterpret_cast<const void*>(kernel), shared_bytes});
   machine.count = threads;
   machine.block_size = dim3(static_cast<unsigned>(threads));
   machine.grid_size = grid;
@@ -209,34 +88,50 @@ void launch(void (*kernel)(P...), dim3 grid, int threads, int shared_bytes, Stre
   }
 }
 
-inline void set_zero(void* memory, size_t bytes, Stream) { std::memset(memory, 0, bytes); }
+inline void set_zero(void* memory, size_t bytes, Stream) {
+  emulator::settings.launches.push_back({nullptr, 0});
+  std::memset(memory, 0, bytes);
+}
 
 // --- instructions
 // -------------------------------------------------------------------------------------------------
 
-inline void __syncthreads() { emulator::wait(emulator::State::at_block_barrier); }
-inline void __syncwarp() { emulator::wait(emulator::State::at_warp_barrier); }
+using Site = std::source_location;
+
+inline void __syncthreads(const Site& site = Site::current()) {
+  if (emulator::obeyed(site)) emulator::wait_for_block();
+}
+inline void __syncwarp(const Site& site = Site::current()) {
+  if (emulator::obeyed(site)) emulator::wait_for_warp();
+}
 template <class T>
 T __shfl_xor_sync(uint32_t, T value, int mask) {
   const int self = emulator::machine.running % 32;
   return emulator::exchange(value, [&](auto of) { return of(self ^ mask); });
 }
 inline int atomicMax(int* at, int value) {
-  const int before = *at;
-  *at = std::max(before, value);
+  std::atomic_ref<int> memory(*at);
+  const int before = memory.load(std::memory_order_relaxed);
+  memory.store(std::max(before, value), std::memory_order_relaxed);
   return before;
 }
 
 inline unsigned long long atomicAdd(unsigned long long* at, unsigned long long value) {
-  const unsigned long long before = *at;
-  *at += value;
-  return before;
+  return std::atomic_ref<unsigned long long>(*at).fetch_add(value, std::memory_order_relaxed);
 }
 
 inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
 inline uint32_t __float_as_uint(float value) { return std::bit_cast<uint32_t>(value); }
 inline int __float_as_int(float value) { return std::bit_cast<int>(value); }
-inline float __fmul_rn(float a, float b) { return a * b; }
+// A product that the compiler must not make one operation of with a sum. FP8SERVE_CARELESS: as if a kernel
+// did not ask for that.
+inline float __fmul_rn(float a, float b) {
+  float product = a * b;
+#if defined(__FMA__) && !defined(FP8SERVE_CARELESS)
+  asm("" : "+x"(product));
+#endif
+  return product;
+}
 inline float __fadd_rn(float a, float b) { return a + b; }
 template <class T>
 T min(T a, T b) {
@@ -293,21 +188,32 @@ inline void copy_async(void* shared, const void* global, bool valid) {
   if (reinterpret_cast<uintptr_t>(shared) % 16 != 0 || reinterpret_cast<uintptr_t>(global) % 16 != 0) {
     throw std::runtime_error("emulator: an asynchronous copy of 16 bytes is not aligned");
   }
+  emulator::races::writes(shared, 16);
+  if (valid) emulator::races::reads(global, 16);
+  const emulator::races::Unwatched bookkeeping;
   emulator::machine.self().copies.back().push_back({shared, global, valid});
 }
-inline void copy_commit() { emulator::machine.self().copies.emplace_back(); }
+inline void copy_commit() {
+  const emulator::races::Unwatched bookkeeping;
+  emulator::machine.self().copies.emplace_back();
+}
 template <int kPending>
-void copy_wait() {
+void copy_wait(const Site& site = Site::current()) {
+  if (!emulator::obeyed(site)) return;
   auto& groups = emulator::machine.self().copies;
   while (groups.size() > kPending + 1) {
     for (const auto& copy : groups.front()) {
+      emulator::races::writes(copy.to, 16);
+      const emulator::races::Unwatched bookkeeping;
       copy.valid ? std::memcpy(copy.to, copy.from, 16) : std::memset(copy.to, 0, 16);
     }
+    const emulator::races::Unwatched bookkeeping;
     groups.erase(groups.begin());
   }
 }
 
 inline void load_matrices(uint32_t (&r)[4], const void* shared_row) {
+  emulator::races::reads(shared_row, 16);
   const int self = emulator::machine.running % 32;
   const auto words = emulator::exchange(shared_row, [&](auto of) {
     uint4 out;

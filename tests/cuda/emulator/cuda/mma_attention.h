@@ -11,6 +11,7 @@ inline Place place_of(const void* shared) { return reinterpret_cast<Place>(share
 template <bool kTransposed>
 void load_matrices_at(uint32_t (&r)[4], Place row) {
   if constexpr (!kTransposed) return load_matrices(r, reinterpret_cast<const void*>(row));
+  emulator::races::reads(reinterpret_cast<const void*>(row), 16);
   const int self = emulator::machine.running % 32;
   const auto words = emulator::exchange(row, [&](auto of) {
     uint4 out;

@@ -1,7 +1,8 @@
 """Freed memory returned to the operating system.
 
 glibc keeps a freed block that lies below one in use. A calibration frees matrices of all sizes between small tensors
-that stay, so layer after layer its heap would grow by about what a layer's weights take.
+that stay, so layer after layer its heap would grow by about what a layer's weights take; and experts' weights that are
+stacked would leave as much behind as the stacks take.
 """
 
 import ctypes
@@ -9,7 +10,7 @@ import sys
 from functools import cache
 from typing import Any
 
-KEPT = 256 << 20  # bytes: what the temporaries of a small model leave; their pages would cost a tenth of the time again
+KEPT = 256 << 20  # bytes, about the temporaries of a small model; faulting them in again would cost a tenth of the time
 
 
 _USAGE = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
@@ -22,7 +23,7 @@ class _Usage(ctypes.Structure):
 
 
 def trim() -> None:
-    """Return what glibc's malloc holds and nobody uses, if that is more than `KEPT`.
+    """Return the unused memory that glibc's malloc holds, if it is more than `KEPT`.
 
     Nothing happens with another C library; a glibc older than 2.33, which cannot count, returns everything.
     """
@@ -31,7 +32,7 @@ def trim() -> None:
 
 
 def held(libc: Any) -> float:
-    """The bytes that malloc holds and nobody uses; infinite where glibc cannot say."""
+    """The unused bytes that malloc holds; infinite where glibc cannot tell."""
     return float(libc.mallinfo2().fordblks) if hasattr(libc, "mallinfo2") else float("inf")
 
 

@@ -1,8 +1,8 @@
-"""Several processes calibrate together: each takes every n-th batch, and all end with the bits of one process.
+"""Several processes calibrate or train together: each takes every n-th batch, and all end with the bits of one process.
 
 A maximum does not care for order, but a history of amaxes and a sum of FP32 numbers do. So what batches give is
-exchanged batch by batch, and every process adds it up in the order of the batches. The processes run the same code at
-the same time up to the scales and the rounded weights; rank 0 alone measures, writes and speaks.
+exchanged, and added up in the order of the batches (of gradients: `train.exchange`). The processes run the same code at
+the same time; rank 0 alone writes and speaks.
 """
 
 import os
@@ -15,17 +15,19 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
-from fp8serve.errors import Fp8ServeError, MachineError
+from fp8serve.errors import Fp8ServeError, GroupError, MachineError
 
 T = TypeVar("T")
+R = TypeVar("R")
 Tensors = Mapping[str, Tensor]
 PATIENCE = timedelta(days=7)  # the others wait while rank 0 measures and writes; torchrun ends them when it fails
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of the default group that calibrate together, or this one alone."""
+    """The processes of the default group that work together, or this one alone."""
 
     rank: int = 0
     size: int = 1
@@ -36,6 +38,25 @@ class Ranks:
 
     def own(self, items: Sequence[T]) -> list[T]:
         return list(items[self.rank :: self.size])
+
+    def each(self, items: Sequence[T], do: Callable[[T], R]) -> list[R]:
+        """`do` of every item, in their order; each is done by one rank. The results reach all: any objects."""
+        shares = self.gather([do(item) for item in self.own(items)])
+        return [shares[i % self.size][i // self.size] for i in range(len(items))]
+
+    def any(self, yes: bool) -> bool:
+        """Whether it is so on any rank."""
+        if self.size == 1:
+            return yes
+        found = torch.tensor(int(yes))
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return bool(found)
+
+    def by_first(self, make: Callable[[], T]) -> T:
+        """What rank 0 makes, on every rank; its error is that error on all. No collective may be in it."""
+        with self.together():
+            made = make() if self.first else None
+        return self.gather(made)[0]  # type: ignore[return-value]
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -72,13 +93,13 @@ class Ranks:
         return tensors
 
     def tell(self, value: T) -> T:
-        """Rank 0's `value` reaches the others, who wait in `hear`."""
+        """Send rank 0's `value` to the others, which wait in `hear`."""
         if self.size > 1:
             dist.broadcast_object_list([value], 0)
         return value
 
     def hear(self) -> Any:
-        """What rank 0 tells. MachineError: it has ended without."""
+        """Receive rank 0's value. MachineError: it ended without sending one."""
         value = [None]
         try:
             dist.broadcast_object_list(value, 0)
@@ -90,16 +111,22 @@ class Ranks:
 ALONE = Ranks()
 
 
-@contextmanager
-def torchrun() -> Iterator[Ranks]:
-    """The processes that torchrun has started, joined over gloo inside; this one alone where it has not.
+def is_rank() -> bool:
+    """Whether torchrun has started this process together with others."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
-    An error of the input is rank 0's to tell; the others end in silence.
+
+@contextmanager
+def torchrun(device: str = "cpu") -> Iterator[Ranks]:
+    """The processes that torchrun has started, joined inside; this one alone where it has not.
+
+    They meet over gloo, and over NCCL for tensors on GPUs: then each has its own. An error of the input is rank 0's to
+    tell; the others end in silence.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if not is_rank():
         yield ALONE
         return
-    ranks = _joined()
+    ranks = _joined(device)
     try:
         yield ranks
     except Fp8ServeError:
@@ -110,14 +137,22 @@ def torchrun() -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
-def _joined() -> Ranks:
+def _joined(device: str) -> Ranks:
     """This process among all that torchrun has started, once each has a connection to every other.
 
-    Without the barrier a rank that refuses its input at once would close connections that another still makes.
+    Without the barrier a rank that refuses its input at once would close connections that another is still making.
     """
+    on_gpu = device.startswith("cuda")
     try:
-        dist.init_process_group("gloo", timeout=PATIENCE)
-        dist.barrier()
+        if on_gpu:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        store, rank, size = next(rendezvous("env://", timeout=PATIENCE))
+        if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+            # one launcher keeps one store over its restarts, where the addresses of dead processes would be found
+            store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)  # type: ignore[attr-defined]
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
+        dist.all_reduce(torch.zeros(()))
     except RuntimeError as error:
-        raise MachineError(f"The processes that torchrun started could not connect: {error}") from error
+        raise GroupError(f"The processes that torchrun started could not connect: {error}") from error
     return Ranks(dist.get_rank(), dist.get_world_size())

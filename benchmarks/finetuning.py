@@ -1,0 +1,144 @@
+"""A fine-tune's steps and memory here beside transformers' Trainer and peft: seconds a step, and the peak of a process.
+
+    python benchmarks/finetuning.py MODEL --peer PYTHON [--rounds 3] [--steps 6] [--batch-size 4] [--seq-len 256]
+
+MODEL: a Hugging Face directory, or smollm2. PYTHON: the interpreter of an environment with `transformers`, `accelerate`
+and `peft`. Everybody trains the same rows of equal length with AdamW, each in a process of its own, in turn, round
+after round: all weights in FP32 computed in BF16, ours in FP8 too; then an adapter of rank 8 at every projection,
+theirs beside a BF16 model, ours beside an FP8 one; and both of ours with `recompute`. A round's figure is the median
+of its steps but the first; other work can only make a step slower, so the fastest round counts, and the slowest stands
+beside it. The peak is the largest resident memory of the process, with Python and the libraries. Prints JSON.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp8serve.bench.provenance import provenance
+from fp8serve.calibration.data import PASSAGES
+from fp8serve.hub import find_model
+from fp8serve.model.text.tokenizer import Tokenizer
+
+PEER = Path(__file__).parent / "peer_programs" / "hf_finetune.py"
+RANK = 8
+OURS = """
+import json, sys, time
+from pathlib import Path
+import torch
+from fp8serve.train.config import TrainConfig
+from fp8serve.train.trainer import Trainer
+
+job = json.loads(sys.argv[1])
+torch.set_num_threads(job.pop("threads"))
+times, peak = [], 0
+
+def follow(event):
+    global peak
+    if event["type"] == "metrics":
+        times.append(time.perf_counter())
+        status = Path("/proc/self/status").read_text()
+        peak = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM"))
+
+Trainer(TrainConfig.from_dict(job)).run(follow)
+print(json.dumps({"seconds": [b - a for a, b in zip(times, times[1:])], "peak": peak}))
+"""
+ARMS: dict[str, dict[str, Any]] = {
+    "transformers, BF16": {"peer": True},
+    "fp8serve, BF16": {"recipe": "bf16"},
+    "fp8serve, delayed": {"recipe": "delayed"},
+    "fp8serve, delayed, recompute": {"recipe": "delayed", "recompute": True},
+    "peft, BF16": {"peer": True, "lora_rank": RANK},
+    "fp8serve LoRA, FP8": {"recipe": "rowwise", "lora_rank": RANK},
+    "fp8serve LoRA, FP8, recompute": {"recipe": "rowwise", "lora_rank": RANK, "recompute": True},
+}
+
+
+def rows_of(model: Path, count: int, length: int) -> tuple[list[str], list[list[int]]]:
+    """`count` texts of `length` tokens each, and their tokens."""
+    tokenizer = Tokenizer.from_dir(model)
+    text = "\n".join(json.loads(line).get("text", "") for line in PASSAGES.read_text(encoding="utf-8").splitlines())
+    ids, texts, rows = tokenizer.encode(text), list[str](), list[list[int]]()
+    for at in range(0, len(ids) - length, length // 2):
+        piece = tokenizer.decode(ids[at : at + length])
+        if len(rows) < count and tokenizer.encode(piece) == ids[at : at + length]:
+            texts.append(piece)
+            rows.append(ids[at : at + length])
+    if len(rows) < count:
+        raise SystemExit(f"The shipped text has {len(rows)} rows of {length} tokens; ask for fewer or shorter ones.")
+    return texts, rows
+
+
+def run(arm: dict[str, Any], job: dict[str, Any], rows: list[list[int]], python: str, folder: Path) -> dict[str, Any]:
+    """One arm once: {"seconds": of each step but the first, "peak": bytes}."""
+    if arm.get("peer"):
+        given = {"lora_rank": None, "recompute": False, **arm, "rows": rows, "steps": job["max_steps"]}
+        described = folder / "job.json"
+        described.write_text(json.dumps({**{k: job[k] for k in ("model", "batch_size", "lr", "threads")}, **given}))
+        command = [python, str(PEER), str(described)]
+    else:
+        with tempfile.TemporaryDirectory(dir=folder) as out:
+            return _found([sys.executable, "-c", OURS, json.dumps({**job, **arm, "out": out})])
+    found = _found(command)
+    return {**found, "seconds": found["seconds"][1:]}
+
+
+def _found(command: list[str]) -> dict[str, Any]:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{command[0]} did not train: {done.stderr[-800:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def compared(rounds: dict[str, list[dict[str, Any]]], tokens: int) -> dict[str, dict[str, float]]:
+    """By arm tokens a second of the fastest and of the slowest round, and the peak in MiB."""
+    found = {}
+    for name, mine in rounds.items():
+        medians = [statistics.median(one["seconds"]) for one in mine]
+        found[name] = {
+            "step_seconds": round(min(medians), 3),
+            "tokens_per_second": round(tokens / min(medians), 1),
+            "slowest_round": round(tokens / max(medians), 1),
+            "peak_mib": round(max(one["peak"] for one in mine) / (1 << 20)),
+        }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--peer", required=True)
+    for name, usual in (("--rounds", 3), ("--steps", 6), ("--batch-size", 4), ("--seq-len", 256)):
+        parser.add_argument(name, type=int, default=usual)
+    asked = parser.parse_args()
+    model = find_model(asked.model)
+    texts, rows = rows_of(model, asked.batch_size * asked.steps, asked.seq_len)
+    with tempfile.TemporaryDirectory(prefix="fp8serve-finetuning-") as name:
+        folder = Path(name)
+        data = folder / "data.jsonl"
+        data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+        job = {
+            "model": str(model), "data": [str(data)], "max_steps": asked.steps, "batch_size": asked.batch_size,
+            "seq_len": asked.seq_len, "lr": 1e-5, "threads": torch.get_num_threads(), "on_divergence": "keep",
+        }  # fmt: skip
+        rounds: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
+        for number in range(asked.rounds):
+            for arm, options in ARMS.items():
+                rounds[arm].append(run(options, job, rows, asked.peer, folder))
+                seconds = statistics.median(rounds[arm][-1]["seconds"])
+                print(f"round {number + 1}, {arm}: {seconds:.3f} s a step", file=sys.stderr)
+    command = f"python benchmarks/finetuning.py MODEL --peer PYTHON --rounds {asked.rounds} --steps {asked.steps}"
+    shape = {"batch_size": asked.batch_size, "seq_len": asked.seq_len, "lora_rank": RANK}
+    figures = compared(rounds, asked.batch_size * asked.seq_len)
+    print(json.dumps({"made": provenance(command), **shape, "figures": figures, "rounds": rounds}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""DPO here beside TRL's: the loss and the rewards of every step on the same pairs, in the same order, from one model.
+
+    python benchmarks/preferences.py MODEL --peer PYTHON --out DIR [--steps 24] [--recipe bf16 ...] [--loss-type ipo]
+
+MODEL: a Hugging Face directory. PYTHON: the interpreter of an environment with `trl`. The pairs are sums with a right
+and a wrong answer, made from a seed. Both trainers hold FP32 weights and compute in BF16; the FP8 recipes are ours
+alone, and TRL in FP32 beside TRL in BF16 shows what rounding does. TRL is given the pairs in the order in which ours
+takes them. Numbers are compared, not speed. DIR keeps every curve, so that a call which was cut short goes on from
+there. Prints JSON.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp8serve.bench.provenance import provenance
+from fp8serve.train.config import TrainConfig
+from fp8serve.train.order import permutation
+from fp8serve.train.trainer import Trainer
+
+PEER = Path(__file__).parent / "peer_programs" / "trl_dpo.py"
+TRL, IN_FP32 = "trl", "trl-fp32"
+COMPARED = ("loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen")
+
+
+def pairs(count: int, seed: int) -> list[dict[str, Any]]:
+    """Sums of two numbers in chats, answered rightly and wrongly."""
+    chance = random.Random(seed)
+    made = []
+    for _ in range(count):
+        one, two, off = chance.randint(10, 99), chance.randint(10, 99), chance.choice([-10, -2, -1, 1, 2, 10])
+        prompt = [{"role": "user", "content": f"What is {one} plus {two}?"}]
+        answers = (f"{one} plus {two} is {one + two + wrong}." for wrong in (0, off))
+        chosen, rejected = ([{"role": "assistant", "content": text}] for text in answers)
+        made.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+    return made
+
+
+def write(path: Path, rows: Sequence[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def ours(folder: Path, job: dict[str, Any], recipe: str) -> list[dict[str, float]]:
+    """The compared numbers of every step."""
+    options = {k: v for k, v in job.items() if k not in ("threads", "data")}
+    config = TrainConfig.from_dict(
+        {
+            **options, "method": "dpo", "data": [job["data"]], "recipe": recipe, "out": str(folder / recipe),
+            "lr_schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0, "on_divergence": "keep",
+        }
+    )  # fmt: skip
+    steps: list[dict[str, float]] = []
+
+    def follow(event: dict[str, Any]) -> None:
+        if event["type"] == "metrics":
+            steps.append({name: event["train_loss" if name == "loss" else name] for name in COMPARED})
+
+    Trainer(config).run(follow)
+    return steps
+
+
+def theirs(
+    python: str, folder: Path, job: dict[str, Any], rows: Sequence[dict[str, Any]], *, bf16: bool
+) -> list[dict[str, float]]:
+    order = permutation(len(rows), job["seed"], 0)
+    described = folder / "job.json"
+    described.write_text(
+        json.dumps({**job, "bf16": bf16, "data": write(folder / "ordered.jsonl", [rows[i] for i in order])})
+    )
+    said = subprocess.run([python, str(PEER), str(described)], check=True, capture_output=True, text=True).stdout
+    found: list[dict[str, float]] = json.loads(said.strip().splitlines()[-1])
+    return found
+
+
+def kept(path: Path, run: Callable[[], list[dict[str, float]]]) -> list[dict[str, float]]:
+    """The figures of a run, computed once."""
+    if not path.exists():
+        path.write_text(json.dumps(run()), encoding="utf-8")
+    found: list[dict[str, float]] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def apart(run: Sequence[dict[str, float]], peer: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of each number the largest difference between the two over all steps, and of the loss the mean one, too."""
+    steps = list(zip(run, peer, strict=True))
+    largest = {f"largest {name}": max(abs(a[name] - b[name]) for a, b in steps) for name in COMPARED}
+    return {**largest, "mean loss": sum(abs(a["loss"] - b["loss"]) for a, b in steps) / len(steps)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--peer", required=True)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--recipe", action="append")
+    parser.add_argument("--loss-type", default="sigmoid", choices=("sigmoid", "sigmoid_norm", "ipo"))
+    parser.add_argument("--out", type=Path, required=True)
+    asked = parser.parse_args()
+    job = {
+        "model": asked.model, "max_steps": asked.steps, "batch_size": 4, "seq_len": 128, "lr": 5e-6, "seed": 0,
+        "beta": 0.1, "loss_type": asked.loss_type, "threads": torch.get_num_threads(),
+    }  # fmt: skip
+    rows = pairs(4 * asked.steps, 0)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    job["data"] = write(asked.out / "pairs.jsonl", rows)
+    runs = {name: partial(theirs, asked.peer, asked.out, job, rows, bf16=name == TRL) for name in (TRL, IN_FP32)}
+    runs |= {recipe: partial(ours, asked.out, job, recipe) for recipe in asked.recipe or ["bf16", "rowwise"]}
+    curves = {name: kept(asked.out / f"{name}.json", run) for name, run in runs.items()}
+    found = {recipe: apart(curve, curves[TRL]) for recipe, curve in curves.items() if recipe != TRL}
+    recipes = " ".join(f"--recipe {name}" for name in found if name != IN_FP32)
+    command = f"python benchmarks/preferences.py MODEL --peer PYTHON --out DIR --steps {asked.steps} {recipes}"
+    told = {k: v for k, v in job.items() if k not in ("model", "data")}
+    print(json.dumps({"made": provenance(command), "job": told, "apart": found, "curves": curves}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

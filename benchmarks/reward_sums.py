@@ -1,0 +1,9 @@
+"""The reward of benchmarks/rewards.py: 1 for an answer that begins with the sum, 0 for any other."""
+
+import re
+from typing import Any
+
+
+def reward(prompt: str, completion: str, row: dict[str, Any]) -> float:
+    found = re.match(r"\s*(\d+)\b", completion)
+    return float(found is not None and int(found[1]) == row["sum"])

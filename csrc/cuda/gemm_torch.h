@@ -1,0 +1,82 @@
+// scaled_mm by torch: aten::_scaled_mm, which on a GPU is cuBLASLt, and the reference.
+#pragma once
+
+#include "cuda/gemm.h"
+#include "cuda/gemm_switches.h"
+
+namespace fp8serve {
+
+// A product as tensors: a [M, K] and b [N, K] with K contiguous and a multiple of 16.
+struct Product {
+  const Tensor &a, &b, &a_scale, &b_scale;
+  const std::optional<Tensor>& bias;
+  Tensor out;  // [M, N]
+};
+
+namespace by_torch {
+
+using torch::stable::detail::from;
+
+template <size_t n>
+Tensor call(const char* op, const char* overload, std::array<StableIValue, n> stack) {
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, overload, stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+inline bool scaled_by_rows(const Tensor& scale, int64_t rows) {
+  return scale.dim() == 2 && scale.size(0) == rows && scale.size(1) == 1;
+}
+
+}  // namespace by_torch
+
+// Which of cuBLASLt's kernels multiplies this; none for products outside torch's contract: two operands in
+// E5M2, scales by blocks or of two kinds, rows of the output that are no multiple of 16 elements, a bias of
+// another type than the output or beside FP32; with scales by row, an output that is not BF16.
+inline std::optional<GemmKernel> cublaslt_for(const Product& p) {
+  const int64_t m = p.out.size(0), n = p.out.size(1);
+  const ScalarType type = p.out.scalar_type();
+  if (n % 16 != 0 || is_fp8(type)) return std::nullopt;
+  if (p.a.scalar_type() == ScalarType::Float8_e5m2 && p.b.scalar_type() == ScalarType::Float8_e5m2)
+    return std::nullopt;
+  if (p.bias && (type == ScalarType::Float || p.bias->scalar_type() != type)) return std::nullopt;
+  for (const Tensor* t : {&p.a, &p.b}) {
+    if (t->size(1) == 0 || !t->is_contiguous() || !aligned(t->data_ptr(), 16)) return std::nullopt;
+  }
+  if (p.bias && !aligned(p.bias->data_ptr(), 16)) return std::nullopt;
+  if (p.a_scale.numel() == 1 && p.b_scale.numel() == 1) return GemmKernel::cublaslt;
+  const bool by_rows = by_torch::scaled_by_rows(p.a_scale, m) && by_torch::scaled_by_rows(p.b_scale, n);
+  if (by_rows && type == ScalarType::BFloat16) return GemmKernel::cublaslt_rows;
+  return std::nullopt;
+}
+
+// With sums in FP32 ("accurate"), as our own kernels. Where torch itself refuses, its exception comes out.
+inline void gemm_cublaslt(const Product& p) {
+  using by_torch::from;
+  const Tensor b = torch::stable::transpose(p.b, 0, 1);
+  const Tensor b_scale = p.b_scale.numel() == 1 ? p.b_scale : torch::stable::transpose(p.b_scale, 0, 1);
+  by_torch::call<9>(
+      "aten::_scaled_mm", "out",
+      {from(p.a), from(b), from(p.a_scale), from(b_scale), from(p.bias), from(std::optional<Tensor>()),
+       from(std::optional(p.out.scalar_type())), from(false), from(p.out)});
+}
+
+// Everything, by the reference of fp8/ops/gemm.py; slow.
+inline void gemm_reference(const Product& p) {
+  using by_torch::from;
+  Tensor out = p.out;
+  const Tensor found = by_torch::call<6>(
+      "fp8serve::scaled_mm_by_reference", "",
+      {from(p.a), from(p.b), from(p.a_scale), from(p.b_scale), from(p.bias), from(p.out.scalar_type())});
+  torch::stable::copy_(out, found);
+}
+
+// The composition of scaled_mm_quantize: an FP32 product, cast by a scale [].
+inline std::tuple<Tensor, Tensor> quantized(const Tensor& product, const Tensor& scale, ScalarType dtype) {
+  using by_torch::from;
+  std::array<StableIValue, 3> stack{from(product), from(scale), from(dtype)};
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("fp8serve::quantize", "", stack.data(), TORCH_ABI_VERSION));
+  return {torch::stable::detail::to<Tensor>(stack[0]), torch::stable::detail::to<Tensor>(stack[1])};
+}
+
+}  // namespace fp8serve

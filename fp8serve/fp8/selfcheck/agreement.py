@@ -1,0 +1,118 @@
+"""Whether a kernel agrees with the reference: to the bit where that is promised, else to what its roundings allow.
+
+It is to find kernels that are broken (a wrong index, a missing wait, an instruction that means something else on this
+chip), whose errors are as large as the values. How exact the kernels are is not judged here but by the tests.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8serve.fp8.ops.arithmetic import FP8_MAX
+from fp8serve.fp8.ops.registry import reference
+
+EXACT = frozenset({
+    "quantize", "quantize_transpose", "quantize_current", "quantize_rowwise", "quantize_block", "transpose_fp8",
+    "grouped_quantize", "delayed_update", "write_kv", "rotary", "rotary_write_kv", "sample",
+    "pack_weight", "look_up", "sort_by_expert", "add_weighted",
+})  # fmt: skip
+_PRODUCTS = frozenset({"scaled_mm", "scaled_mm_add", "mm", "grouped_mm"})
+# How far a value may be from the reference, of the size of what was summed, beside roundings to its type: tensor cores
+# keep as few as 14 bits of a sum of 128 products, and attention rounds its weights to BF16.
+_SHARE, _SHARES = 2.0**-11, {"paged_attention": 2.0**-8, "watched_mm_add": 2.0**-8}
+_FEW = 0.02  # of FP8 values that may lie on the other side of a rounding
+
+Arguments = tuple[Any, ...]
+
+
+def tensors(*values: Any) -> list[Tensor]:
+    """All tensors among values, nested lists and tuples included, in order."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors(*value)
+    return found
+
+
+def difference(op: str, arguments: Arguments, found: list[Tensor], expected: list[Tensor]) -> str | None:
+    """What is wrong with the results `found` of an op, in a few words; None when they agree with `expected`.
+
+    `arguments`: fresh ones, as the op got them, from which the size of sums is taken.
+    """
+    if [(t.dtype, t.shape) for t in found] != [(t.dtype, t.shape) for t in expected]:
+        return "results of another type or shape"
+    size = _magnitudes(op, arguments) if op in _PRODUCTS else None
+    compare = _same if op in EXACT else _near(_SHARES.get(op, _SHARE), size)
+    for one, wanted in zip(found, expected, strict=True):
+        wrong = compare(one, wanted)
+        if bool(wrong.any()):
+            return _described(one, wanted, wrong)
+    return None
+
+
+def _bits(t: Tensor) -> Tensor:
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return t.contiguous().view(kinds[t.itemsize]) if t.is_floating_point() else t
+
+
+def _nan(t: Tensor) -> Tensor:
+    return t.float().isnan() if t.is_floating_point() else torch.zeros(t.shape, dtype=torch.bool)
+
+
+def _same(found: Tensor, expected: Tensor) -> Tensor:
+    """Where bits differ; one NaN is as good as another."""
+    return (_bits(found) != _bits(expected)) & ~(_nan(found) & _nan(expected))
+
+
+def _near(share: float, size: Tensor | None) -> Callable[[Tensor, Tensor], Tensor]:
+    """Where values are farther apart than roundings and `share` of `size` allow. Without a size the largest value of a
+    result is its size."""
+
+    def compare(found: Tensor, expected: Tensor) -> Tensor:
+        if not found.is_floating_point() or found.dtype in FP8_MAX:
+            return _few_steps(found, expected)
+        one, wanted = found.double(), expected.double()
+        finite = wanted[wanted.isfinite()].abs()
+        largest = finite.max() if size is None and finite.numel() else torch.zeros((), dtype=torch.float64)
+        around = largest if size is None else size
+        allowed = 8 * torch.finfo(found.dtype).eps * wanted.abs() + share * around + 1e-30
+        near = ((one - wanted).abs() <= allowed) | (one == wanted) | (one.isnan() & wanted.isnan())
+        return ~near
+
+    return compare
+
+
+def _few_steps(found: Tensor, expected: Tensor) -> Tensor:
+    """Where codes differ by more than a step, or at all when they are many. Other types than FP8 must be equal."""
+    differ = _same(found, expected)
+    if found.dtype not in FP8_MAX or int(differ.sum()) > max(2, _FEW * differ.numel()):
+        return differ
+    return differ & ((_bits(found).int() - _bits(expected).int()).abs() > 1)
+
+
+def _magnitudes(op: str, arguments: Arguments) -> Tensor:
+    """The sum of the magnitudes behind every element of a product."""
+    return getattr(reference, op)(*(_absolute(argument) for argument in arguments)).double()  # type: ignore[no-any-return]
+
+
+def _absolute(argument: Any) -> Any:
+    if isinstance(argument, Tensor) and argument.is_floating_point():
+        return argument.float().abs().to(argument.dtype)
+    return argument
+
+
+def _described(found: Tensor, expected: Tensor, wrong: Tensor) -> str:
+    where = tuple(wrong.nonzero()[0].tolist())
+    values = [float(t[where]) if t.is_floating_point() else int(t[where]) for t in (found, expected)]
+    place = ", ".join(map(str, where))
+    return f"{int(wrong.sum())} of {wrong.numel()} values, the first at [{place}]: {values[0]:g} for {values[1]:g}"
+
+
+def written(result: Any, arguments: Arguments, mutable: bool) -> Iterator[Tensor]:
+    """The results of an op on the CPU, and its arguments where it writes into them."""
+    for t in tensors(result, *(arguments if mutable else ())):
+        yield t.cpu()

@@ -1,0 +1,155 @@
+"""The kernels that a check tries, on what inputs: every op of a library, and by name those that share an op.
+
+On a GPU the kernels of scaled_mm are "scaled_mm.mma", "scaled_mm.large" and so on, those of CUTLASS for experts
+"grouped_mm.cutlass". On a CPU "quantize.avx2" is what runs of an op on a processor that has no more. Kernels that
+others build upon come first, so that a fault is found where it is.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8serve.fp8.ops.gemm import mm_case
+from fp8serve.fp8.ops.grouped import grouped_case, wgrad_case
+from fp8serve.fp8.ops.libraries import cpu_kernels
+from fp8serve.fp8.ops.registry import OPS, Case, cases, compiled_for
+
+MOST = 30  # cases of a kernel
+CAPS = ("best", "avx512+avx512vbmi", "avx512", "avx2", "portable")  # of a CPU's features, best first
+GEMMS = ("skinny", "mma", "large", "medium", "small", "cublaslt", "cublaslt_rows")
+NOT_FOR_IT = "which does not multiply this here"  # how a named kernel refuses a problem
+
+_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_SHAPES = [(1, 16, 16), (5, 40, 400), (17, 136, 272), (64, 128, 128), (129, 264, 400), (300, 512, 640)]
+_KINDS = [("tensor", "tensor"), ("row", "row"), ("1x128", "128x128"), ("1x128", "1x128")]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kernel of an op. `run` takes the op's arguments; where it refuses a case of many with NOT_FOR_IT in its
+    RuntimeError, the case does not count."""
+
+    name: str
+    op: str
+    run: Callable[..., Any]
+    cases: Sequence[Case]
+
+
+def spread(all_cases: Sequence[Case]) -> list[Case]:
+    """MOST of the cases, from all over."""
+    return list(all_cases[:: -(-len(all_cases) // MOST)]) if all_cases else []
+
+
+def candidates(device: str, ops: Any = torch.ops.fp8serve) -> Iterator[Candidate]:
+    """Those of a device, "cpu" or "cuda:0". `ops`: where the ops are looked up, for an emulated GPU."""
+    return _on_cpu() if device == "cpu" else on_gpu(ops)
+
+
+# --- CPU ------------------------------------------------------------------------------------------------------------
+
+
+def _on_cpu() -> Iterator[Candidate]:
+    seen: set[str] = set()
+    for cap in CAPS:
+        for op, variant in variants(cap).items():
+            if f"{op}.{variant}" not in seen:
+                seen.add(f"{op}.{variant}")
+                yield Candidate(f"{op}.{variant}", op, partial(_capped, cap, op), spread(cases(op)))
+
+
+def variants(cap: str) -> dict[str, str]:
+    """Caps the features from now on; returns the variant that runs for each op."""
+    torch.ops.fp8serve.cpu_isa(cap)
+    return {op: kernel["variant"] for op, kernel in cpu_kernels().items() if op in OPS}
+
+
+def _capped(cap: str, op: str, *arguments: Any) -> Any:
+    torch.ops.fp8serve.cpu_isa(cap)
+    return getattr(torch.ops.fp8serve, op)(*arguments)
+
+
+# --- GPU ------------------------------------------------------------------------------------------------------------
+
+
+def on_gpu(ops: Any) -> Iterator[Candidate]:
+    for name in GEMMS:
+        yield Candidate(f"scaled_mm.{name}", "scaled_mm", partial(_named, ops, name), _product_cases(name))
+    for op in ("grouped_mm", "grouped_wgrad"):
+        run = partial(_grouped, ops, op, False)
+        yield Candidate(op, op, run, [*spread(for_gpu(op)), *_large[op]()])
+    for op in sorted(compiled_for("cuda") & set(OPS)):
+        if not op.startswith(("grouped_mm", "grouped_wgrad")):
+            chosen = [*spread(for_gpu(op)), *_large.get(op, list)()]
+            yield Candidate(op, op, getattr(ops, op), chosen)
+    for op in ("grouped_mm", "grouped_wgrad"):
+        yield Candidate(f"{op}.cutlass", op, partial(_grouped, ops, op, True), _large[op]())
+
+
+def for_gpu(op: str) -> list[Case]:
+    """The cases of an op without those of packed weights, which only a CPU reads, and BF16 operands beside them."""
+    only_on_cpu = ("bfloat16 packed", "packed True") if op == "grouped_mm" else ()
+    return [case for case in cases(op) if not any(words in case.name for words in only_on_cpu)]
+
+
+def _named(ops: Any, name: str, *arguments: Any) -> Tensor:
+    """scaled_mm by one of GEMMS; of tiles several rows together for one half of the outputs."""
+    rows_together = 1 if arguments[-1] == torch.float32 else 4
+    found: Tensor = ops.scaled_mm_by(*arguments, name.removesuffix("_rows"), rows_together)
+    return found
+
+
+def _product_cases(name: str) -> list[Case]:
+    """In an order in which any thirty of them have every shape, kind of scale, format and output."""
+    kinds = {"cublaslt": _KINDS[:1], "cublaslt_rows": _KINDS[1:2]}.get(name, _KINDS)
+    formats = [(_E4M3, _E4M3), (_E5M2, _E4M3), (_E4M3, _E5M2)]
+    grid = list(product(_SHAPES, kinds, formats, (torch.bfloat16, torch.float32)))
+    order = sorted(range(len(grid)), key=lambda i: i * 5 % len(grid))
+    return [
+        Case(f"{s} {f[0]} {f[1]} {k} {out}", partial(mm_case, *s, *f, k, out))
+        for s, k, f, out in (grid[i] for i in order)
+    ]
+
+
+def _grouped(ops: Any, op: str, cutlass: bool, *arguments: Any) -> Tensor:
+    """A product of experts with or without CUTLASS's kernels."""
+    here = arguments[0]
+    off = set(ops.gemm_kernels(here, "").split("+")) - {"", "grouped_cutlass"}
+    ops.gemm_kernels(here, "+".join(sorted(off | (set() if cutlass else {"grouped_cutlass"}))) or "none")
+    found: Tensor = getattr(ops, op)(*arguments)
+    return found
+
+
+def _fused_cases() -> list[Case]:
+    """Sizes that CUTLASS takes, with FP8 output."""
+
+    def make(shape: tuple[int, int, int], kinds: tuple[str, str]) -> tuple[Any, ...]:
+        *arguments, _ = mm_case(*shape, _E4M3, _E4M3, kinds, torch.bfloat16)
+        return *arguments, torch.tensor(0.03), _E4M3
+
+    grid = product([(65, 128, 256), (129, 272, 400), (300, 512, 640)], _KINDS[:2])
+    return [Case(f"{shape} {kinds}", partial(make, shape, kinds)) for shape, kinds in grid]
+
+
+def _expert_cases(make: Callable[..., tuple[Any, ...]], kinds: Sequence[str]) -> list[Case]:
+    grid = product(kinds, (_E4M3, _E5M2), (torch.bfloat16, torch.float32))
+    return [Case(f"many rows, {kind} {a} {out}", partial(make, kind, a, out)) for kind, a, out in grid]
+
+
+def _many_rows(kind: str, a: torch.dtype, out: torch.dtype) -> tuple[Any, ...]:
+    return grouped_case("many rows", kind, (144, 264), a, False, out)
+
+
+def _many_columns(kind: str, a: torch.dtype, out: torch.dtype) -> tuple[Any, ...]:
+    return wgrad_case("many rows", kind, 144, 160, a, out)
+
+
+_large: dict[str, Callable[[], list[Case]]] = {  # sizes that CUTLASS takes
+    "scaled_mm_quantize": _fused_cases,
+    "grouped_mm": partial(_expert_cases, _many_rows, ("expert", "row", "block")),
+    "grouped_wgrad": partial(_expert_cases, _many_columns, ("expert", "row", "block")),
+}

@@ -1,0 +1,101 @@
+"""The verdict of a check of kernels, and the file that keeps it: one for each machine, in the user's cache directory.
+
+A file is written whole or not at all, and only by a check that came to its end; two checks at once leave the file of
+one of them. Another GPU, driver, library or torch is another machine, whose kernels nobody has checked yet.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from fp8serve.fp8.selfcheck.machine import Machine
+
+State = Literal["agrees", "disagrees", "throws", "crashes", "hangs"]
+FORMAT, VERSION = "fp8serve.kernel-check", 1
+_MOST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The outcome of a kernel's check; why: in a few words, why it is wrong."""
+
+    state: State
+    why: str = ""
+
+    def text(self) -> str:
+        return f"{self.state}: {self.why}" if self.why else self.state
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`kernels`: what was found of each. `unfinished`: why not all were tried, in a sentence; empty: all were."""
+
+    machine: Machine
+    date: str
+    kernels: Mapping[str, Finding]
+    unfinished: str = ""
+
+    @property
+    def bad(self) -> dict[str, Finding]:
+        """The kernels that are not to run."""
+        return {name: found for name, found in self.kernels.items() if found.state != "agrees"}
+
+
+class VerdictError(Exception):
+    """The file of a verdict is no such file; the message is a sentence."""
+
+
+def folder() -> Path:
+    """Where verdicts are kept. RuntimeError where this user has no home."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (cache if cache.is_absolute() else Path.home() / ".cache") / "fp8serve" / "kernels"
+
+
+def path_of(machine: Machine) -> Path:
+    return folder() / f"{machine.kind}-{machine.key}.json"
+
+
+def load(machine: Machine) -> Verdict | None:
+    """The verdict that is kept for this machine. VerdictError when what is there cannot be one; OSError."""
+    path = path_of(machine)
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MOST_BYTES)
+    except FileNotFoundError:
+        return None
+    try:
+        return _parsed(json.loads(text), machine)
+    except (ValueError, TypeError, KeyError, AttributeError) as wrong:
+        raise VerdictError(f"{path} does not hold the verdict of a kernel check ({wrong}); it is not used.") from wrong
+
+
+def _parsed(found: Any, machine: Machine) -> Verdict:
+    if (found["format"], found["version"], found["machine"]) != (FORMAT, VERSION, asdict(machine)):
+        raise ValueError("of another format, version or machine")
+    kernels = {str(name): Finding(**entry) for name, entry in found["kernels"].items()}
+    if any(entry.state not in get_args(State) for entry in kernels.values()):
+        raise ValueError("an unknown state")
+    return Verdict(machine, str(found["date"]), kernels)
+
+
+def save(verdict: Verdict) -> Path:
+    """Writes the file of a finished verdict. OSError when it cannot be written."""
+    path = path_of(verdict.machine)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"format": FORMAT, "version": VERSION, "machine": asdict(verdict.machine), "date": verdict.date}
+    content |= {"kernels": {name: asdict(found) for name, found in verdict.kernels.items()}}
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(json.dumps(content, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path

@@ -1,0 +1,53 @@
+"""Whether all numbers of a directory's safetensors files are finite; by their bits, so that no torch is needed."""
+
+import json
+import mmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fp8serve.errors import ModelError
+
+CHUNK = 1 << 22  # numbers at once
+_EXPONENTS: dict[str, tuple[type[np.unsignedinteger], int]] = {  # of the type, all bits that only NaN and infinity set
+    "F64": (np.uint64, 0x7FF0_0000_0000_0000),
+    "F32": (np.uint32, 0x7F80_0000),
+    "F16": (np.uint16, 0x7C00),
+    "BF16": (np.uint16, 0x7F80),
+    "F8_E4M3": (np.uint8, 0x7F),
+    "F8_E5M2": (np.uint8, 0x7C),
+}
+
+
+def require_finite(directory: Path) -> None:
+    """Reads every byte of the weights. ModelError names the first tensor that holds NaN or an infinity."""
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            name = _first_bad(path)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{path.name} is not a whole safetensors file: {error}.") from None
+        if name is not None:
+            raise ModelError(f"{path.name} holds NaN or an infinity in {name}.")
+
+
+def _first_bad(path: Path) -> str | None:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        begin = 8 + int.from_bytes(content[:8], "little")
+        header = json.loads(content[8:begin])
+        found = (n for n, about in header.items() if n != "__metadata__" and _is_bad(content, begin, about))
+        return next(found, None)
+
+
+def _is_bad(content: mmap.mmap, begin: int, about: dict[str, Any]) -> bool:
+    if about["dtype"] not in _EXPONENTS:
+        return False
+    kind, bits = _EXPONENTS[about["dtype"]]
+    start, end = about["data_offsets"]
+    size = np.dtype(kind).itemsize
+    for at in range(begin + start, begin + end, CHUNK * size):
+        count = min(CHUNK, (begin + end - at) // size)
+        numbers = np.frombuffer(content, kind, count, at).copy()  # a view would keep the file mapped
+        if bool((numbers & kind(bits) == bits).any()):
+            return True
+    return False

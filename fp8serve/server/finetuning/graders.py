@@ -1,0 +1,37 @@
+"""Which addresses a job may send answers to: those that the operator named, and what lies below them.
+
+A job's process would otherwise ask, on behalf of whoever may start a job, any address that this machine can reach.
+"""
+
+from collections.abc import Iterable
+from urllib.parse import SplitResult, urlsplit
+
+from fp8serve.server.faults import Code, Fault
+
+PORTS = {"http": 80, "https": 443}
+
+
+def check_grader(url: str | None, allowed: Iterable[str]) -> None:
+    """Fault for an address that is not allowed; what is allowed is not told."""
+    if url is not None and not any(_is_below(urlsplit(url), urlsplit(known)) for known in allowed):
+        raise Fault(
+            Code.INVALID_PARAMETER,
+            "This server sends answers to no such address.",
+            param="grader_url",
+            hint="Its operator names those that it may ask with --grader-url.",
+        )
+
+
+def _is_below(url: SplitResult, known: SplitResult) -> bool:
+    same = _place(url) == _place(known)
+    root = known.path.rstrip("/")
+    return same and "@" not in url.netloc and _is_plain(url.path) and f"{url.path}/".startswith(f"{root}/")
+
+
+def _place(url: SplitResult) -> tuple[str, str | None, int | None]:
+    return url.scheme, url.hostname, url.port or PORTS.get(url.scheme)
+
+
+def _is_plain(path: str) -> bool:
+    """Whether it can only mean what it looks like: no step up, however it is spelt."""
+    return "%" not in path and "\\" not in path and not {".", ".."} & set(path.split("/"))

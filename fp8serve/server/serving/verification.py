@@ -1,0 +1,135 @@
+"""Whether weights that were loaded beside those that serve may take their place.
+
+All numbers in their files are finite; they write an answer; and on rows of their job, the held-out ones where it has
+some, their perplexity is at most so many times that of what serves now. Both engines compute the same rows, the one
+that serves between the requests of its clients.
+"""
+
+import asyncio
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8serve.engine.request import Request
+from fp8serve.engine.sampling_params import SamplingParams
+from fp8serve.errors import Fp8ServeError, MachineError, ModelError
+from fp8serve.model.storage.finite import require_finite
+from fp8serve.server.serving.served import Served
+
+ANSWER = 8  # tokens that are written before weights may serve
+_NUMBERS = itertools.count()
+
+
+@dataclass(frozen=True)
+class MeasuredRow:
+    """Token ids of a row, and which of them count."""
+
+    ids: tuple[int, ...]
+    counts: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What was measured: of how many tokens, and the perplexity of the new weights and of those that served."""
+
+    tokens: int
+    perplexity: float
+    perplexity_before: float | None
+
+
+@dataclass(frozen=True)
+class Verification:
+    """rows: what is measured; none: only that the weights are finite and write. ratio: how many times the perplexity of
+    what serves that of the new weights may be. seconds: for both to be measured."""
+
+    rows: Sequence[MeasuredRow]
+    ratio: float
+    seconds: float
+    reads_files: bool = True
+
+    async def files(self, directory: Path) -> None:
+        """ModelError: a number is not finite."""
+        if self.reads_files:
+            await asyncio.to_thread(require_finite, directory)
+
+    async def engines(self, new: Served, old: Served | None) -> Verified | None:
+        """What was measured, if anything was. Fp8ServeError: the new weights are not to serve."""
+        try:
+            async with asyncio.timeout(self.seconds):
+                return await self._measured(new, old)
+        except TimeoutError:
+            raise MachineError(f"The weights were not verified within {self.seconds:g} seconds.") from None
+
+    async def _measured(self, new: Served, old: Served | None) -> Verified | None:
+        rows = [row for row in self.rows if len(row.ids) < new.engine.limits.max_model_len]
+        if not rows or not new.engine.limits.generates:
+            return None
+        await _write(new, rows[0].ids[:1])
+        tokens, after = await _perplexity(new, rows)
+        if not math.isfinite(after):
+            raise ModelError(f"Their perplexity on {tokens} tokens of the job's rows is {after}.")
+        comparable = old is not None and old.engine.limits.vocab_size == new.engine.limits.vocab_size
+        before = await _perplexity_of_served(old, rows) if comparable else None
+        if before is not None and after > self.ratio * before:
+            raise ModelError(
+                f"Their perplexity on {tokens} tokens of the job's rows is {after:.4g}, more than {self.ratio:g} times "
+                f"the {before:.4g} of what serves (max_perplexity_ratio)."
+            )
+        return Verified(tokens, after, before)
+
+
+UNVERIFIED = Verification((), math.inf, math.inf, reads_files=False)
+"""Of weights that the operator names himself: whether they load and write a token is all that is asked."""
+
+
+async def _write(served: Served, prompt: tuple[int, ...]) -> None:
+    await _run(served, prompt, SamplingParams(max_new_tokens=ANSWER, temperature=0.0, ignore_eos=True))
+
+
+async def _perplexity_of_served(served: Served | None, rows: Sequence[MeasuredRow]) -> float | None:
+    """None where there is nothing to compare with: no engine, or one that ends meanwhile."""
+    if served is None or any(len(row.ids) >= served.engine.limits.max_model_len for row in rows):
+        return None
+    try:
+        with served.lease():
+            _, found = await _perplexity(served, rows)
+    except (Fp8ServeError, OSError, EOFError):
+        return None
+    return found if math.isfinite(found) else None
+
+
+async def _perplexity(served: Served, rows: Sequence[MeasuredRow]) -> tuple[int, float]:
+    """(tokens that count, perplexity); one row after the other, so that clients wait for one at most."""
+    count, total = 0, 0.0
+    for row in rows:
+        found = await _log_probs(served, row.ids)
+        some = [value for value, counts in zip(found, row.counts[1:], strict=True) if counts]
+        count, total = count + len(some), total - math.fsum(some)
+    return count, _exp(total / max(count, 1))
+
+
+def _exp(value: float) -> float:
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
+
+
+async def _log_probs(served: Served, ids: tuple[int, ...]) -> list[float]:
+    """Of all tokens but the first."""
+    return await _run(
+        served, ids, SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
+    )
+
+
+async def _run(served: Served, prompt: tuple[int, ...], params: SamplingParams) -> list[float]:
+    """The log-probabilities of the prompt's tokens, where they were asked for. Fp8ServeError: nothing comes of it."""
+    found: list[float] = []
+    request = Request(f"verification-{next(_NUMBERS)}", prompt, params, adapter=served.adapter)
+    async for output in served.engine.generate(request):
+        found += [item.logprob for item in output.prompt_logprobs or ()]
+        if output.finish_reason in ("error", "abort"):
+            raise Fp8ServeError(output.error or "The engine cannot compute with these weights.")
+    return found

@@ -1,0 +1,77 @@
+"""The gradients of one step: every microbatch forward and backward, and the means that the step reports.
+
+A step is the same for any number of processes: its microbatches compute with the same scales (`Forward.one_update`),
+each draws its own random numbers, and gradients are added in the order of the microbatches (`train.exchange`).
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8serve.ranks import ALONE, Ranks
+from fp8serve.train.data import Item
+from fp8serve.train.exchange import Exchange
+from fp8serve.train.forward import Forward
+from fp8serve.train.methods.interface import Method
+from fp8serve.train.optimizer import Optimizer
+
+
+def accumulate(
+    method: Method[Any],
+    forward: Forward,
+    optimizer: Optimizer,
+    microbatches: Sequence[Sequence[Item]],
+    *,
+    ranks: Ranks = ALONE,
+    seed: str = "",
+) -> list[float]:
+    """Accumulate the gradients of all microbatches; returns the means of the loss and of `method.measures`.
+
+    The loss is the mean over the whole step, so neither packing nor accumulation changes what is minimised. Microbatch
+    i runs on rank i mod N; the gradients and the means are on all. `seed`: of the step's random numbers.
+    """
+    weight = method.weight([item for items in microbatches for item in items])
+    # FP64 on the model's device: reading each microbatch's figures would wait for a GPU; one read at the end is enough
+    found = torch.zeros(len(microbatches), 1 + len(method.measures), dtype=torch.float64, device=forward.device)
+    exchange = Exchange(list(optimizer.masters.values()), ranks)
+    several = len(microbatches) > ranks.size  # with one microbatch nothing needs to be kept
+    with forward.one_update():
+        for start in range(0, len(microbatches), ranks.size):
+            if (mine := start + ranks.rank) < len(microbatches):
+                first = start == 0 if several else None
+                with _random_numbers(f"{seed}:{mine}"):
+                    found[mine] = _backward(method, forward, microbatches[mine], weight, first)
+                optimizer.collect()
+            exchange.round()
+    exchange.finish()
+    if ranks.size > 1:
+        dist.all_reduce(found)  # each row is zero on all ranks but one
+    return [value / weight for value in _in_order(found)]
+
+
+def _in_order(found: Tensor) -> list[float]:
+    """The sums [1 + measures] of rows, added one after the other."""
+    sums = torch.zeros_like(found[0])
+    for row in found:
+        sums += row
+    return list(sums.tolist())
+
+
+@contextmanager
+def _random_numbers(seed: str) -> Iterator[None]:
+    """Seeds the random numbers of a microbatch, whichever process computes it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(random.Random(seed).getrandbits(63))
+        yield
+
+
+def _backward(method: Method[Any], forward: Forward, items: Sequence[Item], weight: int, first: bool | None) -> Tensor:
+    found = method.sums(partial(forward.logits, is_first_microbatch=first), items)
+    (found[0] / weight).backward()  # type: ignore[no-untyped-call]
+    return torch.stack([value.detach().double() for value in found])

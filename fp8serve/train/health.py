@@ -1,0 +1,129 @@
+"""Trouble of single steps, as events: losses far above those before, and tensors that do not fit their FP8 scale.
+
+    loss_spike   the loss of a step is far above the median of the sixteen before it
+    loss_risen   so were those of eight steps in a row: from then on they are what is usual
+    overflow     a tensor was more than four times as large as its scale has room for, and was cut off
+    underflow    more than half of the values of a tensor that are not zero became zero
+    nonfinite    a tensor held an infinity or NaN, which its history does not take in
+    scale_jump   a scale is eight times as large as at the step before, or an eighth
+
+None of them changes a run, and what is normal says nothing: scales that are a little late are what delayed scaling is.
+A tensor is named once for each kind, in a run that is started again once more. Figures of scales are those of a
+`Monitor`, which reads them in one transfer a step and counts values in every sixteenth; a spike has to be far away by
+the spread of the losses, too, for the rows of each step are others.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from statistics import median
+from typing import Literal
+
+from fp8serve.fp8.monitor import Monitor, Reading
+from fp8serve.fp8.stateful import Stateful
+from fp8serve.train.divergence import RISE
+from fp8serve.train.events import Event, OnEvent, message
+from fp8serve.train.forward import Forward
+
+WINDOW = 16  # losses
+FEW = 8  # with fewer, a spike has to be three times as high
+RISEN = 8  # spikes in a row
+SPREADS = 6.0
+OVERFLOW_BITS = 2.0
+JUMP = 8.0
+
+Kind = Literal["overflow", "underflow", "nonfinite", "scale_jump"]
+_WORDS: dict[Kind, str] = {
+    "overflow": "overflow, more than four times what the FP8 scale has room for",
+    "underflow": "underflow, most values that are not zero became zero",
+    "nonfinite": "infinities or NaN",
+    "scale_jump": f"a scale {JUMP:g} times finer or coarser than a step before",
+}
+
+
+class Health:
+    """Watches a run; `step` after each of its steps, `close` at its end. first_loss: see `Spikes`."""
+
+    def __init__(self, forward: Forward, on_event: OnEvent, first_loss: float | None) -> None:
+        self._monitor = Monitor(forward.network, log=False)
+        self._on_event = on_event
+        self._spikes = Spikes(first_loss)
+        self._scales: dict[tuple[str, str], float] = {}
+        self._dropped = {
+            (name, tensor): int(state.nonfinite)
+            for name, module in forward.network.named_modules()
+            if isinstance(module, Stateful)
+            for tensor, state in module.scaling.items()
+        }
+        self._told: set[tuple[Kind, str, str]] = set()
+
+    def step(self, step: int, loss: float) -> None:
+        """The loss of step `step`, and the scales of all tensors as it left them."""
+        if (told := self._spikes.of(step, loss)) is not None:
+            self._on_event(told)
+        readings = self._monitor.step()
+        found: dict[Kind, list[Reading]] = {
+            "overflow": [r for r in readings if r.headroom < -OVERFLOW_BITS],
+            "underflow": [r for r in readings if "underflow" in r.troubles],
+            "nonfinite": [r for r in readings if r.nonfinite > self._dropped.get((r.layer, r.tensor), 0)],
+            "scale_jump": [r for r in readings if self._has_jumped(r)],
+        }
+        self._scales |= {(r.layer, r.tensor): r.scale for r in readings}
+        self._dropped |= {(r.layer, r.tensor): r.nonfinite for r in readings}
+        for kind, some in found.items():
+            self._tell(step, kind, some)
+
+    def close(self) -> None:
+        self._monitor.close()
+
+    def _has_jumped(self, reading: Reading) -> bool:
+        before = self._scales.get((reading.layer, reading.tensor), reading.scale)
+        return before > 0 and not 1 / JUMP < reading.scale / before < JUMP and math.isfinite(reading.scale)
+
+    def _tell(self, step: int, kind: Kind, readings: Iterable[Reading]) -> None:
+        new = [r for r in readings if (kind, r.layer, r.tensor) not in self._told]
+        if not new:
+            return
+        self._told |= {(kind, r.layer, r.tensor) for r in new}
+        worst = min(new, key=lambda r: r.headroom)
+        name = f"{worst.layer.removeprefix('decoder.')}.{worst.tensor}"
+        where = name if len(new) == 1 else f"{len(new)} tensors, above all {name}"
+        text = f"Step {step}: {_WORDS[kind]}: {where} (amax {worst.amax:.3g}, scale {worst.scale:.3g})"
+        numbers = {"amax": _finite(worst.amax), "scale": _finite(worst.scale)}
+        self._on_event(message(kind, text, level="warn", step=step, tensors=len(new), tensor=name, **numbers))
+
+
+class Spikes:
+    """Losses of steps against those before them. first: the loss before the first step, of its first rows."""
+
+    def __init__(self, first: float | None) -> None:
+        self._usual: deque[float] = deque([] if first is None else [first], maxlen=WINDOW)
+        self._high: list[float] = []
+
+    def of(self, step: int, loss: float) -> Event | None:
+        """What is to be said of the loss of this step; a loss that is no number is told of elsewhere."""
+        if not math.isfinite(loss):
+            return None
+        if not self._usual or loss <= (limit := self._limit()):
+            self._usual.append(loss)
+            self._high.clear()
+            return None
+        usual = median(self._usual)
+        self._high.append(loss)
+        numbers = {"step": step, "loss": loss, "usual": usual}
+        if len(self._high) < RISEN:
+            text = f"Step {step}: the training loss is {loss:.4f}; the median of the steps before is {usual:.4f}"
+            return message("loss_spike", text, level="warn", **numbers)
+        self._usual = deque(self._high, maxlen=WINDOW)
+        self._high = []
+        text = f"The training loss was above {limit:.4f} for {RISEN} steps, up to step {step}: the run may be diverging"
+        return message("loss_risen", text, level="warn", **numbers)
+
+    def _limit(self) -> float:
+        usual = median(self._usual)
+        spread = median(abs(loss - usual) for loss in self._usual)
+        return usual + max(RISE if len(self._usual) >= FEW else 3 * RISE, SPREADS * spread)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,118 @@
+"""Rows of preferences: a prompt and two answers, in TRL's forms and in OpenAI's. No torch here.
+
+    {"prompt": "...", "chosen": "...", "rejected": "..."}               text, as it is
+    {"prompt": [...], "chosen": [...], "rejected": [...]}               messages, through the model's chat template
+    {"chosen": ..., "rejected": ...}                                    either, with an implicit prompt
+    {"input": {"messages": [...], "tools": [...]}, "preferred_output": [...], "non_preferred_output": [...]}
+
+An implicit prompt is the common beginning of both answers: whole messages, or text up to the last common white space,
+so that no word is split. A text `prompt` beside answers that are conversations is only a note, as in TRL, because data
+sets have such columns. Of a conversation, only the assistant's text after the prompt is learnt.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8serve.errors import DataError, shown
+from fp8serve.model.text.chat_rows import messages_of, tools_of, valid_unicode
+from fp8serve.model.text.examples import ChatExample, PromptExample, object_of, read_rows
+
+ANSWERS = ("chosen", "rejected")
+OPENAI = ("preferred_output", "non_preferred_output")
+
+
+@dataclass(frozen=True)
+class PairExample:
+    """Two examples that differ only in the learnt part."""
+
+    chosen: PromptExample | ChatExample
+    rejected: PromptExample | ChatExample
+
+
+def read_pairs(given: Path | str) -> list[PairExample]:
+    """All pairs of a source (`model.text.data_files`), in order. DataError: it has none, or a broken row."""
+    return read_rows(given, pair_of, "prefers nothing; give rows of `prompt`, `chosen` and `rejected`.")
+
+
+def pair_of(row: str | Mapping[str, Any], where: str) -> PairExample:
+    """The pair that a row, or a line of JSON, is; DataError names `where` and what is wrong."""
+    found = object_of(row, where)
+    is_openai = any(name in found for name in OPENAI)
+    if any(found.get(name) is None for name in (OPENAI if is_openai else ANSWERS)):
+        raise DataError(
+            f"{where} has only {shown(sorted(found))}; give `chosen` and `rejected` with or without `prompt`, or "
+            "`input`, `preferred_output` and `non_preferred_output`."
+        )
+    if is_openai:
+        found = _from_openai(found, where)
+    answers = [_read(found, name, where) for name in ANSWERS]
+    if isinstance(answers[0], str) != isinstance(answers[1], str):
+        raise DataError(f"{where}: one of `chosen` and `rejected` is text and the other is not; give both alike.")
+    prompt = _read(found, "prompt", where) if found.get("prompt") is not None else None
+    if isinstance(answers[0], str):
+        return _texts(prompt, answers, where)
+    return _chats(None if isinstance(prompt, str) else prompt, answers, tools_of(found, where), where)
+
+
+def _from_openai(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A row in OpenAI's form as one of `prompt`, `chosen` and `rejected`."""
+    asked = row.get("input")
+    if not isinstance(asked, dict) or not isinstance(asked.get("messages"), list):
+        raise DataError(f"{where}: `input` is no object with a list of `messages`.")
+    answers = {name: row[theirs] for name, theirs in zip(ANSWERS, OPENAI, strict=True)}
+    return {"prompt": asked["messages"], "tools": asked.get("tools"), **answers}
+
+
+def _read(row: Mapping[str, Any], name: str, where: str) -> str | list[Any]:
+    """Text, or a list of messages; columns of CSV and Parquet files often hold lists as JSON text."""
+    value = row[name]
+    if isinstance(value, str):
+        return _messages_in(value) or valid_unicode(value, f"{where}: `{name}`")
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{where}: `{name}` is {shown(value)}, which is neither text nor a list of messages.")
+    return value
+
+
+def _shared(one: Sequence[Any], two: Sequence[Any]) -> int:
+    """How many characters or messages both have in common at the beginning."""
+    pairs = zip(one, two, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(two)))
+
+
+def _messages_in(text: str) -> list[Any] | None:
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    is_chat = isinstance(found, list) and found and all(isinstance(m, dict) and "role" in m for m in found)
+    return found if is_chat else None
+
+
+def _texts(prompt: str | list[Any] | None, answers: Sequence[Any], where: str) -> PairExample:
+    if isinstance(prompt, list):
+        raise DataError(f"{where}: `prompt` is a conversation and the answers are text; give messages in all three.")
+    if prompt is None:
+        shared: str = answers[0][: _shared(*answers)]
+        prompt = shared[: max(shared.rfind(space) for space in " \n\t") + 1].rstrip(" ")
+        answers = [answer[len(prompt) :] for answer in answers]
+    elif empty := [name for name, answer in zip(ANSWERS, answers, strict=True) if not answer]:
+        raise DataError(f"{where}: `{empty[0]}` is empty.")
+    chosen, rejected = (PromptExample(prompt, answer, where) for answer in answers)
+    return PairExample(chosen, rejected)
+
+
+def _chats(prompt: list[Any] | None, answers: Sequence[Any], tools: tuple[Any, ...], where: str) -> PairExample:
+    if prompt is None:
+        prompt = answers[0][: min(_shared(*answers), *(len(answer) - 1 for answer in answers))]
+        answers = [answer[len(prompt) :] for answer in answers]
+    context = [{**m, "weight": 0} if isinstance(m, dict) else m for m in prompt]
+    chosen, rejected = (
+        ChatExample(messages_of([*context, *answer], f"{where}, `{name}`"), where, tools)
+        for name, answer in zip(ANSWERS, answers, strict=True)
+    )
+    return PairExample(chosen, rejected)

@@ -1,0 +1,84 @@
+"""Files become pairs of rows. No torch here.
+
+An answer that is too long for the context is cut at its end, and counted. A pair of which an answer has no token left
+to learn, or whose answers are the same, teaches nothing and is dropped, and counted.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fp8serve.model.text.examples import Example, tokenize
+from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.train.data import Row, RowCounts
+from fp8serve.train.methods.dpo.pairs import PairExample, pair_of, read_pairs
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to one prompt. reference: their log-probabilities before the first step, where they are known."""
+
+    chosen: Row
+    rejected: Row
+    reference: tuple[float, float] | None = None
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return self.chosen, self.rejected
+
+    @property
+    def tokens(self) -> int:
+        return self.chosen.tokens + self.rejected.tokens
+
+    @property
+    def trainable(self) -> int:
+        return self.chosen.trainable + self.rejected.trainable
+
+    @property
+    def beside(self) -> bytes:
+        return b""
+
+
+class DpoReader:
+    """See `interface.Reader`."""
+
+    def row(self, row: str | Mapping[str, Any], where: str) -> PairExample:
+        return pair_of(row, where)
+
+    def file(self, given: Path | str) -> list[PairExample]:
+        return read_pairs(given)
+
+    def items(
+        self, examples: Sequence[PairExample], tokenizer: Tokenizer, seq_len: int
+    ) -> tuple[list[Pair], RowCounts]:
+        pairs: list[Pair] = []
+        truncated = 0
+        for example in examples:
+            whole = Pair(_row(example.chosen, tokenizer), _row(example.rejected, tokenizer))
+            truncated += any(row.tokens > seq_len for row in whole.rows)
+            pair = Pair(_cut(whole.chosen, seq_len), _cut(whole.rejected, seq_len))
+            if all(row.trainable for row in pair.rows) and not np.array_equal(pair.chosen.ids, pair.rejected.ids):
+                pairs.append(pair)
+        tokens, trainable = sum(p.tokens for p in pairs), sum(p.trainable for p in pairs)
+        dropped = len(examples) - len(pairs)
+        return pairs, RowCounts(len(examples), len(pairs), tokens, trainable, dropped, truncated)
+
+    def kept(self, item: Pair) -> bytes:
+        return b""
+
+    def recalled(self, rows: tuple[Row, ...], kept: bytes) -> Pair:
+        chosen, rejected = rows
+        return Pair(chosen, rejected)
+
+
+def _row(example: Example, tokenizer: Tokenizer) -> Row:
+    found = tokenize(example, tokenizer, sys.maxsize)
+    return Row(np.asarray(found.ids, dtype=np.int32), np.asarray(found.loss_mask, dtype=np.bool_))
+
+
+def _cut(row: Row, seq_len: int) -> Row:
+    return Row(row.ids[: seq_len + 1], row.loss[: seq_len + 1])

@@ -1,0 +1,271 @@
+"""Group relative policy optimisation as the trainer uses it.
+
+A step draws G answers to each of its prompts with its initial weights, has them graded, and then updates
+the weights `num_iterations` times by them. A checkpoint is written between steps, so it holds no answers: a resumed
+run draws the same ones again.
+
+The engine returns an answer's log-probabilities under the policy that drew it. If the trainer has
+the server's bits (model/parity.py), the importance ratio of a step's first update is exactly 1. At a temperature other
+than 1 the policy is the model at that temperature, and a separate forward pass computes its log-probabilities.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from fp8serve.errors import JobError
+from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.own_linear import own_products, use_own_products
+from fp8serve.model.building import Model
+from fp8serve.model.checkpoint import load_servable
+from fp8serve.model.storage.files import save_tensors, whole_file
+from fp8serve.train.batch import collate
+from fp8serve.train.config import TrainConfig
+from fp8serve.train.data import Row
+from fp8serve.train.forward import Logits, Network, summed_loss
+from fp8serve.train.lora import base_recipe
+from fp8serve.train.methods.grpo.grading import Answer, Grader, grader_of
+from fp8serve.train.methods.grpo.loss import advantages, token_kl, token_losses, token_shares
+from fp8serve.train.methods.grpo.reader import Prompt
+from fp8serve.train.methods.grpo.rollouts import Drawn, Rollouts
+from fp8serve.train.methods.interface import FromData, Measure, Scene
+from fp8serve.train.methods.options import answer_loss, beta_of, longest_answer
+from fp8serve.train.served_state import served_model
+
+REFERENCE = "reference.safetensors"
+Numbers = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Graded:
+    """One answer with its prompt. old, reference: log-probabilities of its tokens, FP32 [n], by the policy that drew it
+    and by the reference. share: the weight of a token in the loss; even: the same weight for all tokens of a step."""
+
+    row: Row
+    sampled: Numbers
+    is_cut: bool
+    reward: float
+    advantage: float
+    share: float
+    even: float
+    old: Numbers
+    reference: Numbers | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """All answers to one prompt."""
+
+    answers: tuple[Graded, ...]
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return tuple(answer.row for answer in self.answers)
+
+    @property
+    def tokens(self) -> int:
+        return sum(row.tokens for row in self.rows)
+
+    @property
+    def trainable(self) -> int:
+        return sum(row.trainable for row in self.rows)
+
+    @property
+    def beside(self) -> bytes:
+        return b""
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation of the rewards."""
+        return float(np.std([answer.reward for answer in self.answers], ddof=1))
+
+
+class Grpo(FromData):
+    """See `interface.Method`. Items are prompts and, within a step, groups of answers. The measures have TRL's
+    names."""
+
+    is_supervised = False
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config, self.beta, self.updates = config, beta_of(config), config.num_iterations
+        self.measures: tuple[Measure, ...] = (
+            Measure("reward", "reward"),
+            Measure("reward_std"),
+            Measure("frac_reward_zero_std"),
+            Measure("completions/mean_length", "tokens of an answer"),
+            Measure("completions/clipped_ratio"),
+            Measure("sampling/sampling_logp_difference/mean", of_first=True),
+            Measure("sampling/importance_sampling_ratio/mean", of_first=True),
+            Measure("clip_ratio/region_mean"),
+            *([Measure("kl")] if self.beta else []),
+        )
+        self._grader: Grader | None = None
+        self._rollouts: Rollouts | None = None
+        self._reference: Network | None = None
+
+    def start(self, scene: Scene) -> None:
+        self._grader = grader_of(self.config)
+        self._rollouts = Rollouts(self.config, scene)
+        self._reference = _reference(self.config, scene) if self.beta else None
+        self._forward = scene.forward
+
+    def close(self) -> None:
+        if self._grader is not None:
+            self._grader.close()
+
+    def weight(self, items: Sequence[Prompt | Group]) -> int:
+        """The number of answers or, if there are none yet, of tokens of prompts."""
+        return sum(len(item.answers) if isinstance(item, Group) else item.tokens for item in items)
+
+    def sums(self, logits: Logits, items: Sequence[Prompt | Group]) -> tuple[Tensor, ...]:
+        if not all(isinstance(item, Group) for item in items):
+            return self._of_prompts(logits, cast(Sequence[Prompt], items))
+        groups = cast(Sequence[Group], items)
+        answers = [answer for group in groups for answer in group.answers]
+        batch = collate([answer.row for answer in answers], self.config.device)
+        found = logits(batch)
+        lengths = torch.tensor([answer.row.trainable for answer in answers], device=found.device)
+
+        def spread(values: Sequence[float]) -> Tensor:
+            """A number for every answer -> for every token."""
+            return torch.tensor(values, dtype=torch.float32, device=found.device).repeat_interleave(lengths)
+
+        def joined(parts: Sequence[Numbers]) -> Tensor:
+            return torch.from_numpy(np.concatenate(parts)).to(found.device)
+
+        new = self._log_probs(found, batch.targets)
+        ratio = torch.exp(new - joined([answer.old for answer in answers]))
+        kl = None
+        if self.beta:
+            kl = token_kl(new, joined([cast(Numbers, answer.reference) for answer in answers]))
+        advantage, low, high = spread([answer.advantage for answer in answers]), *self._clips
+        losses = token_losses(ratio, advantage, low, high, self.beta, kl)
+        with torch.no_grad():
+            even = torch.tensor([answer.even for answer in answers], dtype=torch.float64, device=found.device)
+            own = new if self.config.temperature == 1 else -cross_entropy(found, batch.targets, reduction="none")
+            apart = (own - joined([answer.sampled for answer in answers])).abs()
+            clipped = ((ratio < 1 - low) & (advantage < 0)) | ((ratio > 1 + high) & (advantage > 0))
+            means = [apart, ratio, clipped.float(), *([] if kl is None else [kl])]
+            of_tokens = [(each.double() * even.repeat_interleave(lengths)).sum() for each in means]
+        return (losses * spread([answer.share for answer in answers])).sum(), *_of_answers(groups, found), *of_tokens
+
+    @property
+    def _clips(self) -> tuple[float, float]:
+        config = self.config
+        return config.epsilon, config.epsilon if config.epsilon_high is None else config.epsilon_high
+
+    def _of_prompts(self, logits: Logits, prompts: Sequence[Prompt]) -> tuple[Tensor, ...]:
+        """The log-probabilities of the prompts themselves: at the start of scales and at the end of a run there are no
+        answers."""
+        rows = [Row(prompt.row.ids, np.ones(len(prompt.row.ids), np.bool_)) for prompt in prompts]
+        batch = collate(rows, self.config.device)
+        loss = summed_loss(logits(batch), batch.targets)[0]
+        return loss, *(torch.zeros_like(loss) for _ in self.measures)
+
+    def _log_probs(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """FP32 [P], the log-probabilities of the policy: the model at the temperature of the answers."""
+        if self.config.temperature != 1:
+            logits = logits / self.config.temperature
+        return -cross_entropy(logits, targets, reduction="none")
+
+    def collect(self, step: int, microbatches: Sequence[Sequence[Prompt]]) -> list[list[Group]]:
+        assert self._rollouts is not None, "start comes first"
+        prompts = [prompt for items in microbatches for prompt in items]
+        self._rollouts.push()
+        drawn = self._rollouts.draw(step, [prompt.row.ids for prompt in prompts])
+        rewards = self._rewards(prompts, drawn)
+        lengths = [len(answer.token_ids) for answers in drawn for answer in answers]
+        shares = iter(token_shares(lengths, answer_loss(self.config), longest_answer(self.config)))
+        even = len(lengths) / sum(lengths)
+        better = advantages(torch.tensor(rewards, dtype=torch.float64), self.config.scale_rewards).tolist()
+        groups = [
+            Group(tuple(_graded(prompt, a, r, by, next(shares), even) for a, r, by in zip(*of_group, strict=True)))
+            for prompt, *of_group in zip(prompts, drawn, rewards, better, strict=True)
+        ]
+        left = iter(groups)
+        return [self._scored(list(islice(left, len(items)))) for items in microbatches]
+
+    def _rewards(self, prompts: Sequence[Prompt], drawn: Sequence[Sequence[Drawn]]) -> list[list[float]]:
+        """[prompts, G]."""
+        assert self._grader is not None, "start comes first"
+        asked = [
+            Answer(example.row.get("prompt", example.row.get("messages")), answer.text, example.row, example.where)
+            for example, answers in zip([prompt.example for prompt in prompts], drawn, strict=True)
+            for answer in answers
+        ]
+        found = iter(self._grader.rewards(asked))
+        return [list(islice(found, len(answers))) for answers in drawn]
+
+    @torch.no_grad()
+    def _scored(self, groups: list[Group]) -> list[Group]:
+        """Adds the log-probabilities that the engine does not return: the reference's, and those at other
+        temperatures."""
+        answers = [answer for group in groups for answer in group.answers]
+        if self.config.temperature != 1:
+            found = self._found_by(self._forward.logits, answers)
+            answers = [replace(answer, old=old) for answer, old in zip(answers, found, strict=True)]
+        if self._reference is not None:
+            found = self._found_by(self._reference, answers)
+            answers = [replace(answer, reference=of_it) for answer, of_it in zip(answers, found, strict=True)]
+        left = iter(answers)
+        return [Group(tuple(islice(left, len(group.answers)))) for group in groups]
+
+    def _found_by(self, logits: Logits, answers: Sequence[Graded]) -> list[Numbers]:
+        """The log-probabilities of each answer's tokens by a forward pass."""
+        batch = collate([answer.row for answer in answers], self.config.device)
+        found = self._log_probs(logits(batch), batch.targets).cpu().numpy()
+        return np.split(found, np.cumsum([answer.row.trainable for answer in answers])[:-1])
+
+
+def _graded(prompt: Prompt, answer: Drawn, reward: float, advantage: float, share: float, even: float) -> Graded:
+    ids = np.concatenate([prompt.row.ids, np.asarray(answer.token_ids, np.int32)])
+    row = Row(ids, np.arange(len(ids)) >= len(prompt.row.ids))
+    return Graded(row, answer.log_probs, answer.is_cut, reward, advantage, share, even, answer.log_probs)
+
+
+def _of_answers(groups: Sequence[Group], like: Tensor) -> list[Tensor]:
+    """The first measures, summed over answers."""
+    answers = [answer for group in groups for answer in group.answers]
+    found = (
+        sum(answer.reward for answer in answers),
+        sum(len(group.answers) * group.deviation for group in groups),
+        sum(len(group.answers) for group in groups if group.deviation == 0),
+        sum(answer.row.trainable for answer in answers),
+        sum(answer.is_cut for answer in answers),
+    )
+    return [torch.tensor(float(value), dtype=torch.float64, device=like.device) for value in found]
+
+
+def _reference(config: TrainConfig, scene: Scene) -> Network:
+    """The model before its first step, computed as it is served: the base of an adapter, or the initial weights that
+    the run has kept. JobError: they are gone."""
+    model = load_servable(config.model, base_recipe(config)) if config.lora_rank else _kept_model(scene)
+    for layer in (module for module in model.modules() if isinstance(module, FrozenLinear)):
+        layer.make_rows_independent()
+    if own_products(config.device):
+        use_own_products(model)
+    model.expect(config.seq_len)
+    return Network(model.to(config.device))
+
+
+def _kept_model(scene: Scene) -> Model:
+    model, path = served_model(scene.forward), scene.out / REFERENCE
+    if scene.is_fresh:
+        tensors = dict(model.state_dict(keep_vars=True))
+        once = {id(tensor): name for name, tensor in reversed(tensors.items())}
+        with whole_file(path) as file:
+            save_tensors(file, {name: tensors[name].detach().contiguous() for name in once.values()}, {"format": "pt"})
+    elif not path.is_file():
+        raise JobError(
+            f"{path} is gone, the model that the run began with and is compared to; use another output directory."
+        )
+    model.load_state_dict(load_file(path), strict=False)
+    return model

@@ -1,0 +1,77 @@
+"""Files become prompts, as token ids. No torch here.
+
+A prompt that leaves no room for an answer within the longest row is dropped, and counted.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.train.data import Row, RowCounts
+from fp8serve.train.methods.grpo.prompts import PromptExample, prompt_of, read_prompts
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is answered; `row` is the prompt alone, of which nothing is learnt."""
+
+    row: Row
+    example: PromptExample
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return (self.row,)
+
+    @property
+    def tokens(self) -> int:
+        return self.row.tokens
+
+    @property
+    def trainable(self) -> int:
+        return 0
+
+    @property
+    def beside(self) -> bytes:
+        """What else decides the run: what the reward is told."""
+        return json.dumps(self.example.row, sort_keys=True, default=str).encode()
+
+
+class GrpoReader:
+    """See `interface.Reader`. longest: tokens of an answer."""
+
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
+
+    def row(self, row: str | Mapping[str, Any], where: str) -> PromptExample:
+        return prompt_of(row, where)
+
+    def file(self, given: Path | str) -> list[PromptExample]:
+        return read_prompts(given)
+
+    def items(
+        self, examples: Sequence[PromptExample], tokenizer: Tokenizer, seq_len: int
+    ) -> tuple[list[Prompt], RowCounts]:
+        found = [(example, example.ids(tokenizer)) for example in examples]
+        prompts = [Prompt(_row(ids), example) for example, ids in found if 1 < len(ids) <= seq_len - self.longest]
+        tokens, dropped = sum(prompt.tokens for prompt in prompts), len(examples) - len(prompts)
+        return prompts, RowCounts(len(examples), len(prompts), tokens, 0, dropped, 0)
+
+    def kept(self, item: Prompt) -> bytes:
+        """The row, which its reward is told, and where it is. Dates and maps of Parquet files are not JSON."""
+        told = [item.example.row, item.example.where]
+        if json.loads(text := json.dumps(told)) != told:
+            raise TypeError(f"{item.example.where} is not the same after it was written as JSON.")
+        return text.encode()
+
+    def recalled(self, rows: tuple[Row, ...], kept: bytes) -> Prompt:
+        row, where = json.loads(kept)
+        return Prompt(rows[0], prompt_of(row, where))
+
+
+def _row(ids: list[int]) -> Row:
+    return Row(np.asarray(ids, np.int32), np.zeros(len(ids), np.bool_))

@@ -1,0 +1,103 @@
+"""The engine that answers a run's prompts, with the weights and scales that the run has at that step.
+
+It lives in the trainer's process. For a whole model it gets this step's weights, quantized as they will be served
+(`served_state`), in place of the last step's. For an adapter it has the base as it is served, and this step's
+adapter beside it. So its log-probabilities have the bits of the coming forward pass
+(model/parity.py names the recipes for which they do not).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fp8serve.engine.engine import Engine
+from fp8serve.engine.output import RequestOutput
+from fp8serve.engine.request import Request
+from fp8serve.engine.sampling_params import SamplingParams
+from fp8serve.errors import JobError
+from fp8serve.fp8.recipe import to_json
+from fp8serve.train.config import TrainConfig
+from fp8serve.train.lora import base_recipe, trained, write_result
+from fp8serve.train.methods.interface import Scene
+from fp8serve.train.methods.options import longest_answer
+from fp8serve.train.served_state import served_model, served_state
+
+MAX_SEQUENCES = 64
+BLOCK = 16  # tokens
+POLICY = "policy"  # an adapter's name
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """An answer: its tokens, their log-probabilities FP32 [n], its text. is_cut: it reached the largest length."""
+
+    token_ids: list[int]
+    log_probs: npt.NDArray[np.float32]
+    text: str
+    is_cut: bool
+
+
+class Rollouts:
+    """Draws answers. Their bits depend on weights, seed, step and prompts, but not on earlier steps."""
+
+    def __init__(self, config: TrainConfig, scene: Scene) -> None:
+        self._config, self._forward = config, scene.forward
+        most = min(MAX_SEQUENCES, config.batch_size * config.accumulate * config.num_generations)
+        options: dict[str, Any] = {
+            "device": config.device, "max_num_seqs": most, "max_model_len": config.seq_len, "block_size": BLOCK,
+            "num_blocks": most * -(-config.seq_len // BLOCK),
+        }  # fmt: skip
+        if config.lora_rank:
+            recipe = base_recipe(config)
+            self.engine = Engine(config.model, recipe=recipe if isinstance(recipe, str) else to_json(recipe), **options)
+        else:
+            self.engine = Engine(scene.source, model=served_model(scene.forward), **options)
+        self._params = SamplingParams(max_new_tokens=longest_answer(config), temperature=config.temperature, logprobs=0)
+
+    def push(self) -> None:
+        """Gives the engine the present weights and scales of the run."""
+        if not self._config.lora_rank:
+            self.engine.load_weights(served_state(self._forward))
+            return
+        with TemporaryDirectory() as folder:
+            write_result(Path(folder), self._config, trained(self._forward.network.decoder))
+            if POLICY in self.engine.adapters.named:
+                self.engine.unload_adapter(POLICY)
+            self.engine.load_adapter(POLICY, folder)
+
+    def draw(self, step: int, prompts: Sequence[npt.NDArray[np.int32]]) -> list[list[Drawn]]:
+        """`num_generations` answers to each prompt."""
+        requests = [
+            [self._request(step, number, answer, ids) for answer in range(self._config.num_generations)]
+            for number, ids in enumerate(prompts)
+        ]
+        outputs: dict[str, list[RequestOutput]] = {}
+        for request in (request for group in requests for request in group):
+            outputs[request.request_id] = []
+            self.engine.add_request(request)
+        while self.engine.has_work():
+            for output in self.engine.step():
+                outputs[output.request_id].append(output)
+        return [[_drawn(outputs[request.request_id]) for request in group] for group in requests]
+
+    def _request(self, step: int, number: int, answer: int, ids: npt.NDArray[np.int32]) -> Request:
+        said = f"{self._config.seed}:{step}:{number}:{answer}".encode()
+        seed = int.from_bytes(blake2b(said, digest_size=8).digest(), "little")
+        adapter = POLICY if self._config.lora_rank else None
+        params = replace(self._params, seed=seed)
+        return Request(f"{number}-{answer}", tuple(ids.tolist()), params, adapter=adapter)
+
+
+def _drawn(outputs: Sequence[RequestOutput]) -> Drawn:
+    if (error := outputs[-1].error) is not None:
+        raise JobError(f"A prompt could not be answered: {error}")
+    tokens = [token for output in outputs for token in output.token_ids]
+    log_probs = [item.logprob for output in outputs for item in output.logprobs or ()]
+    text = "".join(output.text_delta for output in outputs)
+    return Drawn(tokens, np.asarray(log_probs, np.float32), text, outputs[-1].finish_reason == "length")

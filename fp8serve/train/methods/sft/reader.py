@@ -1,0 +1,52 @@
+"""Files become rows of supervised fine-tuning. No torch here.
+
+A text longer than the context is cut into windows that overlap by one token: every token is a target once. A prompt or
+chat that is longer is truncated, and counted. A row in which no token carries loss teaches nothing and is dropped, and
+counted.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fp8serve.model.text.examples import Example, TextExample, TokenizedExample, example_of, read_examples, tokenize
+from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.train.data import Row, RowCounts
+
+
+class SftReader:
+    """See `interface.Reader`."""
+
+    def row(self, row: str | Mapping[str, Any], where: str) -> Example:
+        return example_of(row, where)
+
+    def file(self, given: Path | str) -> list[Example]:
+        return read_examples([given])
+
+    def items(self, examples: Sequence[Example], tokenizer: Tokenizer, seq_len: int) -> tuple[list[Row], RowCounts]:
+        rows: list[Row] = []
+        truncated = dropped = 0
+        for example in examples:
+            whole = tokenize(example, tokenizer, sys.maxsize)
+            truncated += not isinstance(example, TextExample) and len(whole.ids) > seq_len + 1
+            made = [row for row in _rows(example, whole, seq_len) if row.trainable]
+            dropped += not made
+            rows += made
+        tokens, trainable = sum(r.tokens for r in rows), sum(r.trainable for r in rows)
+        return rows, RowCounts(len(examples), len(rows), tokens, trainable, dropped, truncated)
+
+    def kept(self, item: Row) -> bytes:
+        return b""
+
+    def recalled(self, rows: tuple[Row, ...], kept: bytes) -> Row:
+        return rows[0]
+
+
+def _rows(example: Example, whole: TokenizedExample, seq_len: int) -> Iterator[Row]:
+    ids, loss = np.asarray(whole.ids, dtype=np.int32), np.asarray(whole.loss_mask, dtype=np.bool_)
+    windows = range(0, max(1, len(ids) - 1), seq_len) if isinstance(example, TextExample) else [0]
+    for start in windows:
+        yield Row(ids[start : start + seq_len + 1], loss[start : start + seq_len + 1])

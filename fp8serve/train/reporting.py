@@ -1,0 +1,147 @@
+"""Metrics for other tools, besides a run's own events: TensorBoard and Weights & Biases, where they are installed.
+
+    tensorboard   event files in out/tensorboard/; from the first step of this process on, earlier ones are replaced
+    wandb         a run that goes on as the same one, by the id in out/wandb-id; project, host and mode are those of the
+                  environment (WANDB_PROJECT, WANDB_BASE_URL, WANDB_MODE), the project "fp8serve" where it names none
+
+A tool that fails, because its disk is full or its server away, is left out from there on and the run says so: nothing
+it does ends a run or changes a bit of it.
+"""
+
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from fp8serve.errors import MachineError, one_line
+from fp8serve.train.events import Event, OnEvent, message
+
+if TYPE_CHECKING:
+    from fp8serve.train.config import TrainConfig
+
+ReportTool = Literal["tensorboard", "wandb"]
+PROJECT = "fp8serve"
+
+
+class Writer(Protocol):
+    """Takes numbers by their names."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """See the module."""
+
+    def __init__(self, config: "TrainConfig", first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(Path(config.out) / "tensorboard"), purge_step=first_step)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """See the module."""
+
+    def __init__(self, config: "TrainConfig", first_step: int) -> None:
+        import wandb  # type: ignore[import-not-found,unused-ignore]
+
+        out = Path(config.out)
+        project = os.environ.get("WANDB_PROJECT") or PROJECT
+        about = {"dir": str(out), "project": project, "config": config.defines(), "id": _wandb_id(out)}
+        self._run: Any = wandb.init(**about, resume="allow")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+WRITERS: dict[ReportTool, Callable[["TrainConfig", int], Writer]] = {
+    "tensorboard": TensorBoard, "wandb": WeightsAndBiases,
+}  # fmt: skip
+
+
+def check_installed(tools: Sequence[ReportTool]) -> None:
+    """MachineError names the first that is not."""
+    for tool in tools:
+        if find_spec(tool) is None:
+            raise MachineError(
+                f"Reporting to {tool} needs its package, which is not installed: pip install 'fp8serve[{tool}]', or "
+                "leave report_to out."
+            )
+
+
+@contextmanager
+def reported(config: "TrainConfig", on_event: OnEvent) -> Iterator[OnEvent]:
+    """An `on_event` that also tells the tools that `config.report_to` names."""
+    if not config.report_to:
+        yield on_event
+        return
+    reports = [_Report(tool, config, on_event) for tool in dict.fromkeys(config.report_to)]
+
+    def tell(event: Event) -> None:
+        on_event(event)
+        if event["type"] == "metrics":
+            for report in reports:
+                report.take(event)
+
+    try:
+        yield tell
+    finally:
+        for report in reports:
+            report.close()
+
+
+@dataclass
+class _Report:
+    """One tool, from its first step on, until it fails."""
+
+    tool: ReportTool
+    config: "TrainConfig"
+    on_event: OnEvent
+    writer: Writer | None = None
+    is_lost: bool = False
+
+    def take(self, event: Event) -> None:
+        if self.is_lost:
+            return
+        numbers = {name: value for name, value in event.items() if isinstance(value, int | float) and name != "step"}
+        try:
+            self.writer = self.writer or WRITERS[self.tool](self.config, event["step"])
+            self.writer.write(event["step"], numbers)
+        except Exception as problem:  # whatever the tool raises
+            self._lost(problem)
+
+    def close(self) -> None:
+        try:
+            if self.writer is not None:
+                self.writer.close()
+        except Exception as problem:
+            self._lost(problem)
+
+    def _lost(self, problem: Exception) -> None:
+        self.is_lost = True
+        text = f"{self.tool} failed and gets no more metrics of this run: {type(problem).__name__}: {one_line(problem)}"
+        self.on_event(message("report_lost", text, level="warn"))
+
+
+def _wandb_id(out: Path) -> str:
+    """The same for all starts of a run."""
+    path = out / "wandb-id"
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex, encoding="utf-8")
+    return path.read_text(encoding="utf-8").strip()

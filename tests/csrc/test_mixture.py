@@ -1,0 +1,63 @@
+"""The kernels of a mixture of experts: their refusals, and the bits of all its ops in one call."""
+
+import pytest
+import torch
+
+from fp8serve.fp8.ops import cases, packing
+from fp8serve.fp8.ops.grouped_mlp import composed
+from fp8serve.fp8.ops.mixture import Scores
+from tests.csrc.helpers import assert_bits_equal
+
+OPS = torch.ops.fp8serve
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"count": 7}, "count: is 7, must be at most 6"),
+        ({"groups": 4}, "groups: is 4, must divide E = 6"),
+        ({"groups": 3, "kept": 1, "count": 3}, "count: is 3, must be at most 2"),
+        ({"groups": 6, "kept": 2, "scores": Scores.SIGMOID}, "of groups of two experts or more"),
+        ({"scores": 3}, "scores: is 3, must be 0 to 2"),
+        ({"correction": torch.zeros(5)}, "correction: dim 0 is 5, must be E = 6"),
+        ({"dtype": torch.int64}, "dtype: must be float, bfloat16 or half"),
+    ],
+)
+def test_a_choice_that_cannot_be_made_gets_a_sentence(change, said):
+    given = {"logits": torch.zeros(2, 6), "correction": None, "count": 2, "scores": Scores.SOFTMAX, "groups": 1}
+    given |= {"kept": 1, "normalizes": True, "scale": 1.0, "dtype": torch.float32} | change
+    with pytest.raises(RuntimeError, match=said):
+        OPS.choose_experts(*given.values())
+
+
+@pytest.mark.parametrize("case", cases("grouped_mlp"), ids=lambda case: case.name)
+def test_a_mixture_in_one_call_has_the_bits_of_its_parts(level, case):
+    one, other = case.make(), case.make()
+    found = OPS.grouped_mlp(*one)
+    assert_bits_equal(found, composed(OPS)(*other))
+    assert torch.equal(one[3], other[3])  # rows of each expert
+    packed = [packed_weights(w) if i in (4, 7) else w for i, w in enumerate(case.make())]
+    assert_bits_equal(OPS.grouped_mlp(*packed), found)
+
+
+def packed_weights(weights):
+    """[E, N, K] as [E, N / 16, K / 8, 128]."""
+    out = torch.empty_like(weights).view(len(weights), *packing.packed_shape(*weights.shape[1:]))
+    for weight, into in zip(weights, out, strict=True):
+        OPS.pack_weight(weight, into)
+    return out
+
+
+@pytest.mark.parametrize("width", [1, 64])
+def test_columns_that_share_a_scale_are_all_or_128(width):
+    given = list(cases("grouped_mlp")[0].make())
+    given[-2] = width
+    with pytest.raises(RuntimeError, match=f"width: is {width}, must be 0 or 128"):
+        OPS.grouped_mlp(*given)
+
+
+def test_an_expert_that_does_not_exist_is_refused():
+    given = list(cases("grouped_mlp")[0].make())
+    given[1] = given[1] + 16
+    with pytest.raises(RuntimeError, match=r"names expert \d+, must be below E = 16"):
+        OPS.grouped_mlp(*given)

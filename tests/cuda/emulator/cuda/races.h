@@ -1,0 +1,60 @@
+// What ThreadSanitizer is told of an emulated GPU: its threads are fibers, barriers order what they do, and
+// the emulator's own bookkeeping is nobody's memory. Compiled without -fsanitize=thread all of it is nothing.
+//
+// Two accesses of one block race unless a barrier that both threads pass lies between them: __syncthreads(),
+// or
+// __syncwarp() within a warp. Shuffles and matrix instructions order nothing. An asynchronous copy writes
+// when it is issued and again when it is waited for, because it may land at any time between. Blocks run one
+// after the other here, so races between blocks do not show.
+#pragma once
+
+#include <cstddef>
+
+#ifdef __SANITIZE_THREAD__
+#include <sanitizer/tsan_interface.h>
+extern "C" {
+void AnnotateIgnoreReadsBegin(const char* file, int line);
+void AnnotateIgnoreReadsEnd(const char* file, int line);
+void AnnotateIgnoreWritesBegin(const char* file, int line);
+void AnnotateIgnoreWritesEnd(const char* file, int line);
+void __tsan_read_range(void* at, unsigned long bytes);
+void __tsan_write_range(void* at, unsigned long bytes);
+}
+#endif
+
+namespace fp8serve::emulator::races {
+
+#ifdef __SANITIZE_THREAD__
+inline void* this_fiber() { return __tsan_get_current_fiber(); }
+inline void* new_fiber() { return __tsan_create_fiber(0); }
+// Without synchronization: what orders fibers is said by happens_before and happens_after alone. Inlined
+// always, because a function that is entered on one fiber must be left on it.
+__attribute__((always_inline)) inline void before_switch_to(void* fiber) {
+  __tsan_switch_to_fiber(fiber, __tsan_switch_to_fiber_no_sync);
+}
+inline void happens_before(void* point) { __tsan_release(point); }
+inline void happens_after(void* point) { __tsan_acquire(point); }
+inline void reads(const void* at, size_t bytes) { __tsan_read_range(const_cast<void*>(at), bytes); }
+inline void writes(void* at, size_t bytes) { __tsan_write_range(at, bytes); }
+inline void stop_watching() { AnnotateIgnoreReadsBegin("", 0), AnnotateIgnoreWritesBegin("", 0); }
+inline void watch() { AnnotateIgnoreWritesEnd("", 0), AnnotateIgnoreReadsEnd("", 0); }
+#else
+inline void* this_fiber() { return nullptr; }
+inline void* new_fiber() { return nullptr; }
+inline void before_switch_to(void*) {}
+inline void happens_before(void*) {}
+inline void happens_after(void*) {}
+inline void reads(const void*, size_t) {}
+inline void writes(void*, size_t) {}
+inline void stop_watching() {}
+inline void watch() {}
+#endif
+
+// The emulator's own accesses, while one of these lives.
+struct Unwatched {
+  Unwatched() { stop_watching(); }
+  ~Unwatched() { watch(); }
+  Unwatched(const Unwatched&) = delete;
+};
+
+}  // namespace fp8serve::emulator::races

@@ -1,0 +1,195 @@
+// The threads of an emulated GPU: fibers on one processor, and the barriers at which they wait for each
+// other. A thread runs until it meets a barrier or a warp-wide instruction, and goes on when the others have
+// come. Blocks run one after the other.
+#pragma once
+
+#include <ucontext.h>
+
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <vector>
+
+#include "races.h"
+#include "settings.h"
+
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}  // NOLINT: as in CUDA
+};
+
+namespace fp8serve::emulator {
+
+enum class State { ready, at_block_barrier, at_warp_barrier, done };
+
+struct Copy {
+  void* to;
+  const void* from;
+  bool valid;
+};
+
+struct Thread {
+  ucontext_t context;
+  void* fiber = nullptr;  // as ThreadSanitizer knows it
+  std::unique_ptr<char[]> stack = std::make_unique<char[]>(kStack);
+  State state = State::done;
+  std::vector<std::vector<Copy>> copies;  // by group; the last one is open
+  unsigned char slot[64];                 // what this lane gives to its warp
+  unsigned block_barriers = 0, warp_barriers = 0;
+  static constexpr size_t kStack = 256 * 1024;
+};
+
+struct Machine {
+  std::vector<Thread> threads = std::vector<Thread>(1024);
+  std::vector<unsigned char> shared = std::vector<unsigned char>(kMostShared + 1024);
+  ucontext_t scheduler;
+  void* scheduler_fiber = nullptr;
+  char start, finish;  // points in time, for ThreadSanitizer
+  char block_barrier[2],
+      warp_barrier[32][2];  // two by turns: a thread may reach the next before another leaves this
+  int running = 0, count = 0;
+  std::function<void()> body;
+  dim3 thread_index, block_index, block_size, grid_size;
+  Thread& self() { return threads[static_cast<size_t>(running)]; }
+};
+
+inline Machine machine;
+
+inline void to_scheduler() {
+  races::before_switch_to(machine.scheduler_fiber);
+  swapcontext(&machine.self().context, &machine.scheduler);
+}
+
+inline void enter() {
+  races::happens_after(&machine.start);
+  machine.body();
+  races::happens_before(&machine.finish);
+  races::stop_watching();
+  machine.self().state = State::done;
+  races::watch();
+  to_scheduler();
+}
+
+// Lets others run until all have come to such a barrier. It orders no memory.
+inline void wait(State barrier) {
+  races::stop_watching();
+  machine.self().state = barrier;
+  races::watch();
+  to_scheduler();
+}
+
+inline void wait_for_block() {
+  char* const point = &machine.block_barrier[machine.self().block_barriers++ % 2];
+  races::happens_before(point);
+  wait(State::at_block_barrier);
+  races::happens_after(point);
+}
+
+inline void wait_for_warp() {
+  char* const point = &machine.warp_barrier[machine.running / 32][machine.self().warp_barriers++ % 2];
+  races::happens_before(point);
+  wait(State::at_warp_barrier);
+  races::happens_after(point);
+}
+
+inline void resume(int i) {
+  machine.running = i;
+  machine.thread_index = dim3(static_cast<unsigned>(i), 0, 0);
+  races::before_switch_to(machine.self().fiber);
+  swapcontext(&machine.scheduler, &machine.self().context);
+}
+
+// Lets threads [begin, end) pass if all that still run wait at `barrier`.
+inline bool release(int begin, int end, State barrier) {
+  int waiting = 0, live = 0;
+  for (int i = begin; i < end; ++i) {
+    const State state = machine.threads[static_cast<size_t>(i)].state;
+    waiting += state == barrier;
+    live += state != State::done;
+  }
+  const bool whole = barrier == State::at_block_barrier || live == end - begin;
+  if (waiting == 0 || waiting != live || !whole) return false;
+  for (int i = begin; i < end; ++i) {
+    Thread& thread = machine.threads[static_cast<size_t>(i)];
+    if (thread.state == barrier) thread.state = State::ready;
+  }
+  return true;
+}
+
+inline void start_thread(int i) {
+  Thread& thread = machine.threads[static_cast<size_t>(i)];
+  if (thread.fiber == nullptr) thread.fiber = races::new_fiber();
+  thread.state = State::ready;
+  thread.copies.assign(1, {});
+  thread.block_barriers = thread.warp_barriers = 0;
+  getcontext(&thread.context);
+  thread.context.uc_stack.ss_sp = thread.stack.get();
+  thread.context.uc_stack.ss_size = Thread::kStack;
+  thread.context.uc_link = nullptr;
+  makecontext(&thread.context, enter, 0);
+}
+
+// Every thread that can run runs once; whether one did.
+inline bool run_ready() {
+  bool ran = false;
+  for (int turn = 0; turn < machine.count; ++turn) {
+    const int i = settings.backwards ? machine.count - 1 - turn : turn;
+    if (machine.threads[static_cast<size_t>(i)].state == State::ready) resume(i), ran = true;
+  }
+  return ran;
+}
+
+inline bool release_all() {
+  bool released = release(0, machine.count, State::at_block_barrier);
+  for (int w = 0; w < machine.count; w += 32) {
+    released |= release(w, std::min(w + 32, machine.count), State::at_warp_barrier);
+  }
+  return released;
+}
+
+inline bool any_alive() {
+  for (int i = 0; i < machine.count; ++i) {
+    if (machine.threads[static_cast<size_t>(i)].state != State::done) return true;
+  }
+  return false;
+}
+
+inline void run_block() {
+  const races::Unwatched bookkeeping;
+  machine.scheduler_fiber = races::this_fiber();
+  std::memset(machine.shared.data(), 0xff, machine.shared.size());  // NaN, in FP8 and in FP32
+  for (const Memory& memory : settings.declared) std::memset(memory.at, 0xff, memory.bytes);
+  for (int i = 0; i < machine.count; ++i) start_thread(i);
+  races::happens_before(&machine.start);
+  for (;;) {
+    const bool ran = run_ready();
+    if (!any_alive()) break;
+    if (!release_all() && !ran) {
+      for (Thread& thread : machine.threads) thread.fiber = nullptr;  // those that wait are never left
+      throw std::runtime_error("emulator: threads of a block wait for each other for ever");
+    }
+  }
+  races::happens_after(&machine.finish);
+}
+
+inline Thread& lane(int i) { return machine.threads[static_cast<size_t>(machine.running / 32 * 32 + i)]; }
+
+// Every lane gives a value; f reads those of the others.
+template <class T, class F>
+auto exchange(const T& mine, const F& f) {
+  static_assert(sizeof(T) <= sizeof(Thread::slot));
+  const races::Unwatched bookkeeping;
+  std::memcpy(machine.self().slot, &mine, sizeof(T));
+  wait(State::at_warp_barrier);
+  const auto result = f([](int i) {
+    T value;
+    std::memcpy(&value, lane(i).slot, sizeof(T));
+    return value;
+  });
+  wait(State::at_warp_barrier);
+  return result;
+}
+
+}  // namespace fp8serve::emulator

@@ -1,0 +1,56 @@
+// Single instructions of the emulated GPU as C functions, for ctypes: one warp executes one of them.
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "cuda/mma_attention.h"
+
+using namespace fp8serve;
+
+namespace {
+
+struct Product {
+  const uint32_t (*a)[4];
+  const uint32_t (*b)[2];
+  float (*c)[4];
+};
+
+using Multiply = void (*)(float (&)[4], const uint32_t (&)[4], const uint32_t (&)[2]);
+
+template <Multiply kMultiply>
+void multiply(Product product) {
+  kMultiply(product.c[threadIdx.x], product.a[threadIdx.x], product.b[threadIdx.x]);
+}
+
+struct Load {
+  const unsigned char (*rows)[16];
+  uint32_t (*out)[4];
+};
+
+template <bool kTransposed>
+void load(Load work) {
+  load_matrices_at<kTransposed>(work.out[threadIdx.x], place_of(work.rows[threadIdx.x]));
+}
+
+auto kernel_of(const std::string& name) {
+  if (name == "e4m3-e4m3") return multiply<mma<false, false>>;
+  if (name == "e4m3-e5m2") return multiply<mma<false, true>>;
+  if (name == "e5m2-e4m3") return multiply<mma<true, false>>;
+  if (name == "e5m2-e5m2") return multiply<mma<true, true>>;
+  if (name == "bf16") return multiply<mma_bf16>;
+  throw std::runtime_error("emulator: no such instruction: " + name);
+}
+
+}  // namespace
+
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+// c += the product, by `name`; by lane: a [32][4], b [32][2], c [32][4].
+EXPORTED void emulator_mma(const char* name, const uint32_t (*a)[4], const uint32_t (*b)[2], float (*c)[4]) {
+  launch(kernel_of(name), dim3(1), 32, 0, nullptr, Product{a, b, c});
+}
+
+// ldmatrix of 32 rows of 16 bytes, lane i giving the address of row i, into [32][4].
+EXPORTED void emulator_ldmatrix(bool transposed, const unsigned char (*rows)[16], uint32_t (*out)[4]) {
+  launch(transposed ? load<true> : load<false>, dim3(1), 32, 0, nullptr, Load{rows, out});
+}

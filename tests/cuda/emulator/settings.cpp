@@ -1,0 +1,65 @@
+// The emulated GPU's settings as C functions, for ctypes.
+#include "cuda/settings.h"
+
+#include <dlfcn.h>
+
+#include <cstdint>
+#include <sstream>
+
+#include "cuda/races.h"
+
+namespace fp8serve::emulator {
+
+bool obeyed(const std::source_location& site) {
+  const races::Unwatched bookkeeping;
+  const std::string path = site.file_name();
+  const std::string name = path.substr(path.rfind('/') + 1) + ":" + std::to_string(site.line());
+  settings.met.insert(name);
+  return name != settings.left_out;
+}
+
+}  // namespace fp8serve::emulator
+
+using fp8serve::emulator::settings;
+
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+EXPORTED void emulator_be(int capability, int multiprocessors, int shared_bytes) {
+  settings.chip = {capability, multiprocessors, shared_bytes};
+}
+
+EXPORTED void emulator_run_backwards(bool backwards) { settings.backwards = backwards; }
+
+EXPORTED void emulator_leave_out(const char* site) { settings.left_out = site; }
+
+// Static shared memory of some kernel, `offset` from the start of the library.
+EXPORTED void emulator_declare(size_t offset, size_t bytes) {
+  Dl_info library;
+  dladdr(reinterpret_cast<const void*>(&emulator_declare), &library);
+  settings.declared.push_back({static_cast<char*>(library.dli_fbase) + offset, bytes});
+}
+
+// The kernels launched since the last call, one a line: where in the library its code is, in hexadecimal, or
+// 0 where memory was set to zero, and the bytes of dynamic shared memory.
+EXPORTED const char* emulator_launches() {
+  static std::string lines;
+  Dl_info library;
+  dladdr(reinterpret_cast<const void*>(&emulator_launches), &library);
+  std::ostringstream out;
+  for (const auto& [kernel, shared_bytes] : settings.launches) {
+    const auto at = reinterpret_cast<uintptr_t>(kernel),
+               base = reinterpret_cast<uintptr_t>(library.dli_fbase);
+    out << std::hex << (kernel == nullptr ? 0 : at - base) << ' ' << std::dec << shared_bytes << '\n';
+  }
+  settings.launches.clear();
+  return (lines = out.str()).c_str();
+}
+
+// The barriers and waits that kernels came to since the last call, one a line.
+EXPORTED const char* emulator_met() {
+  static std::string lines;
+  std::ostringstream out;
+  for (const std::string& site : settings.met) out << site << '\n';
+  settings.met.clear();
+  return (lines = out.str()).c_str();
+}

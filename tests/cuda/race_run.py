@@ -1,0 +1,122 @@
+"""Runs every kernel on an emulated GPU compiled with ThreadSanitizer, in a process of its own (test_races.py).
+
+    LD_PRELOAD=libtsan.so setarch -R python -m tests.cuda.race_run as-they-are | left-out
+
+`as-they-are`: every kernel, in both orders of a block's threads; a race ends the process with a report. `left-out`: the
+kernels that come to a barrier or wait, without it, for each of them; a line for each says how that was found.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp8serve.fp8.ops import cases
+from tests.csrc.test_sample import arguments
+from tests.cuda import emulated
+from tests.cuda.conftest import Kernels
+from tests.cuda.test_attention import Paged
+from tests.cuda.test_gemm import assert_within_accumulation, operands
+
+THREAD_SANITIZER = emulated.Build("emulator-races", ["-O1", "-g1", "-fsanitize=thread"])
+# Of the ops whose cases are small: one case with each of these words in its name, or the first. A barrier is left out
+# of the first run that comes to it; rows of one warp would not miss those of a block.
+WORDS: dict[str, tuple[str, ...]] = {
+    "quantize_watched": tuple(
+        f"(130, 1032) {kind} torch.float32 scale 230.0 rows 2" for kind in ("plain", "norm", "gated")
+    ),
+    "delayed_update": ("N=1024, 9 states, (0, 1, 'max')",),
+    "grouped_quantize": ("even, 64",),
+    "layer_norm_quantize": ("(33, 300)",),
+    "quantize": ("tiles 64x256",),
+    "quantize_block": ("(1, False)", "(128, False)", "(1, True)"),
+    "quantize_current": ("(False,)",),
+    "quantize_rowwise": ("(False,)",),
+    "quantize_transpose": ("tiles 64x256",),
+    "rms_norm_backward": ("torch.float32 (5, 70)",),
+    "rms_norm_quantize": ("(33, 300)",),
+    "transpose_fp8": ("",),
+    "watched_mm_add": ("(1, 40, 1200) tensor torch.bfloat16", "(33, 16, 144) row torch.bfloat16"),
+    "write_kv": ("",),
+}
+RACE, WRONG, STUCK = 66, 65, 64  # how a process ends; the first by ThreadSanitizer's own choice
+Run = tuple[str, Callable[[Kernels], Any]]
+
+
+def runs() -> Iterator[Run]:
+    """Every kernel, by name, on input that brings it to each of its barriers."""
+    for op, words in WORDS.items():
+        for word in words:
+            case = next(case for case in cases(op) if word in case.name)
+            yield f"{op} {case.name}", lambda kernels, op=op, case=case: getattr(kernels.ops, op)(*case.make())
+    yield "sample", lambda kernels: kernels.run("sample", *arguments(5000, 3, 5000, True))
+    for rows, k in ((5, 1200), (70, 656)):  # the skinny kernel, by two teams, and the tiles of mma
+        for by in ("tensor", "1x128"):
+            yield f"scaled_mm {rows} rows, {by}", partial(multiply, rows=rows, k=k, by=by)
+    yield "paged_attention FP32", lambda kernels: attend(kernels, torch.float32, 20)
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        yield f"paged_attention {dtype}", lambda kernels, dtype=dtype: attend(kernels, dtype, 32)
+
+
+def multiply(kernels: Kernels, rows: int, k: int, by: str) -> None:
+    a, b, a_scale, b_scale = operands(rows, 72, k, by, by)
+    found = kernels.run("scaled_mm", a, b, a_scale, b_scale, None, torch.float32)
+    assert_within_accumulation(found, a, b, a_scale, b_scale)
+
+
+def attend(kernels: Kernels, dtype: torch.dtype, dim: int) -> None:
+    """A chunk of a prompt, and decoding over several segments."""
+    paged = Paged([300, 40], heads=4, kv_heads=2, dim=dim, dtype=dtype)
+    paged.attend(kernels, [(0, 270, 300), (1, 0, 40)])
+    paged.attend(kernels, [(0, 299, 300), (1, 39, 40)])
+
+
+def say(what: str) -> None:
+    print(what, flush=True)
+
+
+def as_they_are(gpu: emulated.Emulator, kernels: Kernels) -> None:
+    for backwards in (False, True):
+        gpu.run_backwards(backwards)
+        for name, run in runs():
+            say(f"RUN {name}")
+            run(kernels)
+    say(f"MET {' '.join(sorted(gpu.met()))}")
+
+
+def left_out(gpu: emulated.Emulator, kernels: Kernels) -> None:
+    done: set[str] = set()
+    for name, run in runs():
+        run(kernels)
+        for site in sorted(gpu.met() - done):
+            done.add(site)
+            say(f"WITHOUT {site} {name}: {how_found(gpu, kernels, site, run)}")
+
+
+def how_found(gpu: emulated.Emulator, kernels: Kernels, site: str, run: Callable[[Kernels], Any]) -> str:
+    """In a child, which the first race ends."""
+    child = os.fork()
+    if child == 0:
+        gpu.leave_out(site)
+        try:
+            for backwards in (False, True):
+                gpu.run_backwards(backwards)
+                run(kernels)
+        except AssertionError:
+            os._exit(WRONG)
+        except RuntimeError:
+            os._exit(STUCK)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return {RACE: "race", WRONG: "wrong results", STUCK: "threads wait for ever", 0: "not found"}[status]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    emulator = emulated.Emulator(Path(emulated.build(THREAD_SANITIZER)))
+    {"as-they-are": as_they_are, "left-out": left_out}[sys.argv[1]](emulator, Kernels(emulator.ops, "cpu"))
+    say("DONE")

@@ -1,0 +1,81 @@
+"""Every chip's choice of a kernel, on an emulated GPU of that chip: what fits its shared memory, and is right.
+
+CUTLASS's kernels are not emulated; gemm_cutlass.h asserts their shared memory when they are compiled.
+"""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fp8serve.fp8.ops import OPS, compiled_for
+from fp8serve.fp8.selfcheck.candidates import for_gpu
+from tests.csrc.test_sample import arguments
+from tests.cuda import emulated
+from tests.cuda.conftest import Kernels, kernels_on
+from tests.cuda.test_attention import Paged
+from tests.cuda.test_gemm import assert_within_accumulation, operands
+
+# Capability, multiprocessors, and bytes of shared memory that a block may have: CUDA's programming guide.
+CHIPS = {
+    "Ada": (89, 142, 99 * 1024),
+    "Hopper": (90, 132, 227 * 1024),
+    "B200": (100, 148, 227 * 1024),
+    "B300": (103, 148, 227 * 1024),
+    "RTX 5090": (120, 170, 99 * 1024),
+    "GB10": (121, 48, 99 * 1024),
+    "one multiprocessor": (89, 1, 99 * 1024),
+}
+pytestmark = pytest.mark.emulator
+
+
+@pytest.fixture(params=CHIPS)
+def chip(request: pytest.FixtureRequest) -> Iterator[Kernels]:
+    kernels = kernels_on("emulated")
+    emulated.emulator().be(*CHIPS[request.param])
+    yield kernels
+    emulated.emulator().be(89, 4, 99 * 1024)
+
+
+def test_every_block_fits_the_shared_memory_of_the_chip(chip: Kernels, request: pytest.FixtureRequest) -> None:
+    """Memory declared by a kernel and requested by its launch, for a case of every op and for all large ones."""
+    capability, _, most = CHIPS[request.node.callspec.params["chip"]]
+    emulated.emulator().launches()
+    for op in sorted(compiled_for("cuda") & set(OPS)):
+        for case in for_gpu(op)[:: max(1, len(for_gpu(op)) // 3)]:
+            getattr(chip.ops, op)(*case.make())
+    for rows in (1, 17, 65):
+        chip.run("scaled_mm", *operands(rows, 72, 656, "1x128", "1x128"), None, torch.float32)
+    for dim in (20, 128, 256):
+        Paged([300, 40], heads=4, kv_heads=2, dim=dim).attend(chip, [(0, 290, 300), (1, 0, 40)])
+    chip.run("sample", *arguments(32000, 2, 32000, True))
+    launched = emulated.emulator().launches()
+    largest = max(launched, key=lambda launch: launch[1])
+    assert len({name for name, _ in launched}) > 60
+    assert 16 * 1024 < largest[1] <= most, largest
+    assert shared_bytes_of(capability) == most
+
+
+def shared_bytes_of(capability: int) -> int:
+    """As csrc/cuda/chips.h has it, which CUTLASS's kernels are held to."""
+    text = (emulated.ROOT / "csrc/cuda/chips.h").read_text()
+    found = re.search(r"family == 90 \|\| family == 100 \? (\d+) : (\d+)\) \* 1024", text)
+    assert found is not None
+    return int(found[1 if capability // 10 in (9, 10) else 2]) * 1024
+
+
+@pytest.mark.parametrize("rows", [1, 17, 65])
+@pytest.mark.parametrize("by", ["tensor", "1x128"])
+def test_products(chip: Kernels, rows: int, by: str) -> None:
+    a, b, a_scale, b_scale = operands(rows, 40, 400, by, by)
+    found = chip.run("scaled_mm", a, b, a_scale, b_scale, None, torch.float32)
+    assert_within_accumulation(found, a, b, a_scale, b_scale)
+
+
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 128), (torch.float8_e4m3fn, 256), (torch.bfloat16, 20)])
+def test_attention(chip: Kernels, dtype: torch.dtype, dim: int) -> None:
+    """Paged.attend compares with the reference."""
+    paged = Paged([300, 40], heads=4, kv_heads=2, dim=dim, dtype=dtype)
+    paged.attend(chip, [(0, 290, 300), (1, 0, 40)])
+    paged.attend(chip, [(0, 299, 300), (1, 39, 40)])

@@ -1,0 +1,105 @@
+"""Resources of kernels: the record, a fresh build compared with it, and shared memory within the chips' limits."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.cuda import resources, sass
+from tests.cuda.resources import DECLARED_SHARED, REGISTERS, Kernels, Usage
+from tests.cuda.test_library import BUILT, SOURCES, built
+
+NVCC, RECORDED = resources.recorded()
+RESERVED = 1024  # bytes of every block from sm_90 on, which the assembler counts
+
+
+def test_every_architecture_and_every_file_of_kernels_is_on_record() -> None:
+    assert set(RECORDED) == {"sm_89", "sm_90a", "sm_100f", "sm_120f"}
+    of_one_chip = {"gemm_sm90.cu": "sm_90a", "gemm_sm100.cu": "sm_100f", "gemm_sm120.cu": "sm_120f"}
+    with_kernels = {p.name for p in SOURCES.glob("*.cu") if "__global__" in p.read_text()} | set(of_one_chip)
+    for arch, kernels in RECORDED.items():
+        wanted = {name for name in with_kernels if of_one_chip.get(name, arch) == arch}
+        assert {name.partition(":")[0] for name in kernels} == wanted
+
+
+@pytest.mark.parametrize("arch", RECORDED)
+def test_kernels_fit_every_chip(arch: str) -> None:
+    for name, usages in RECORDED[arch].items():
+        assert usages, name
+        for usage in usages:
+            assert 0 < usage.registers <= REGISTERS, name
+            assert usage.shared <= DECLARED_SHARED + (0 if arch == "sm_89" else RESERVED), name
+
+
+# Bytes of a thread's stack, at most; what is not here spills nothing.
+SPILLS = {
+    "sm_89 attention_mma.cu: attend": 16,
+    "sm_90a attention_mma.cu: attend": 24,
+    "sm_90a gemm_skinny.cu: gemm_stream": 32,
+    "sm_90a gemm_skinny.cu: gemm_stream_casting": 16,
+    "sm_90a gemm_skinny.cu: grouped_stream": 8,
+    "sm_90a gemm_sm89.cu: grouped_tile": 8,
+    "sm_100f gemm_skinny.cu: gemm_stream": 24,
+    "sm_100f gemm_sm89.cu: gemm_tile": 104,
+    "sm_100f gemm_sm89.cu: grouped_tile": 80,
+    "sm_100f gemm_sm100.cu: device_kernel": 456,
+    "sm_120f gemm_skinny.cu: grouped_stream": 16,
+    "sm_120f gemm_sm89.cu: grouped_tile": 16,
+    "sm_120f gemm_sm120.cu: device_kernel": 24,
+}
+
+
+def test_what_spills_is_known() -> None:
+    stacks = {
+        f"{arch} {name}": max(usage.stack for usage in usages)
+        for arch, kernels in RECORDED.items()
+        for name, usages in kernels.items()
+    }
+    assert {name: stack for name, stack in stacks.items() if stack} == SPILLS
+
+
+@built
+@pytest.mark.skipif(sass.cuobjdump() is None, reason="cuobjdump is not installed")
+@pytest.mark.parametrize("library", BUILT, ids=lambda path: path.parent.name)
+def test_a_build_takes_no_more_than_is_on_record(library: Path) -> None:
+    if resources.compiler(library) != NVCC:
+        pytest.skip("compiled by another nvcc than the record")
+    tool = sass.cuobjdump()
+    assert tool is not None
+    found = resources.measured(library, tool)
+    assert found
+    assert resources.complaints(found, RECORDED) == [], "record it, if it has to be so: make cuda CUDA_RECORD=--record"
+
+
+KNOWN: Kernels = {
+    "sm_89": {"a.cu: add": [Usage(10, 0, 64), Usage(20, 8, 0)]},
+    "sm_90a": {"b.cu: cut": [Usage(9, 0, 0)]},
+}
+
+
+@pytest.mark.parametrize(
+    ("usages", "said"),
+    [
+        ([Usage(10, 0, 64), Usage(20, 8, 0)], []),
+        ([Usage(9, 0, 64), Usage(20, 4, 0)], []),
+        ([Usage(10, 0, 64), Usage(21, 8, 0)], ["sm_89 a.cu: add: 21 registers where 20 are on record"]),
+        ([Usage(10, 0, 64), Usage(20, 12, 0)], ["sm_89 a.cu: add: 12 stack where 8 are on record"]),
+        ([Usage(10, 0, 96), Usage(20, 8, 0)], ["sm_89 a.cu: add: 96 shared where 64 are on record"]),
+        ([Usage(10, 0, 64)], ["sm_89 a.cu: add: 1 instances, on record are 2"]),
+    ],
+)
+def test_only_what_is_worse_is_complained_of(usages: list[Usage], said: list[str]) -> None:
+    """Of the architectures that were built."""
+    assert resources.complaints({"sm_89": {"a.cu: add": usages}}, KNOWN) == said
+
+
+def test_kernels_that_came_and_went_are_told() -> None:
+    found = {"sm_89": {"c.cu: new": [Usage(1, 0, 0)]}}
+    assert resources.complaints(found, KNOWN) == [
+        "sm_89 a.cu: add: 0 instances, on record are 2",
+        "sm_89 c.cu: new: 1 instances, on record are 0",
+    ]
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    resources.record("13.0.88", KNOWN, tmp_path / "r.json")
+    assert resources.recorded(tmp_path / "r.json") == ("13.0.88", KNOWN)

@@ -1,0 +1,85 @@
+"""The self-check on the emulated GPU: every kernel agrees, one without its waits does not, and the next takes over."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fp8serve.fp8.ops import OPS, cases, compiled_for
+from fp8serve.fp8.selfcheck.candidates import GEMMS, MOST, on_gpu
+from fp8serve.fp8.selfcheck.child import tried
+from fp8serve.fp8.selfcheck.switching import switch_products_off
+from tests.cuda import emulated
+from tests.cuda.conftest import Kernels
+from tests.cuda.test_gemm import assert_within_accumulation
+
+CUTLASS = {"scaled_mm.large", "scaled_mm.medium", "scaled_mm.small"}
+NAMES = [f"scaled_mm.{name}" for name in GEMMS] + sorted(compiled_for("cuda") & set(OPS))
+NAMES += ["grouped_mm.cutlass", "grouped_wgrad.cutlass"]
+
+
+@pytest.fixture
+def switched(kernels: Kernels) -> Iterator[Kernels]:
+    yield kernels
+    kernels.ops.gemm_kernels(kernels.here(torch.zeros(1)), "none")
+
+
+def test_every_kernel_is_a_candidate(kernels: Kernels) -> None:
+    assert sorted(candidate.name for candidate in on_gpu(kernels.ops)) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_kernel_agrees_with_the_reference(switched: Kernels, name: str) -> None:
+    candidate = next(c for c in on_gpu(switched.ops) if c.name == name)
+    found = tried(candidate, switched.device)
+    if found is None:
+        assert name in CUTLASS, "only a tile that was not compiled takes nothing"
+    else:
+        assert (found.state, found.why) == ("agrees", "")
+
+
+@pytest.mark.parametrize("name", ["scaled_mm.mma", "scaled_mm.skinny", "scaled_mm.cublaslt"])
+def test_a_kernel_is_tried_on_thirty_cases_of_every_kind(kernels: Kernels, name: str) -> None:
+    candidate = next(c for c in on_gpu(kernels.ops) if c.name == name)
+    assert len(candidate.cases) >= MOST
+    made = [case.make() for case in candidate.cases[:MOST]]
+    assert len({a.shape for a, *_ in made}) == 6
+    assert {out for *_, out in made} == {torch.bfloat16, torch.float32}
+    assert len({(a.dtype, b.dtype) for a, b, *_ in made}) == 3
+    by_block = {s.shape for _, _, s, *_ in made if s.dim() == 2 and s.shape[1] > 1}
+    assert bool(by_block) == (name != "scaled_mm.cublaslt")
+
+
+def waits(source: str) -> list[str]:
+    """The places where a kernel waits for its copies into shared memory, as "file:line"."""
+    lines = (emulated.ROOT / "csrc/cuda" / source).read_text().splitlines()
+    return [f"{source}:{i}" for i, line in enumerate(lines, 1) if re.search(r"copy_wait<[^>]+>\(\)", line)]
+
+
+@pytest.mark.emulator
+def test_a_kernel_that_does_not_wait_is_found_and_the_next_takes_over() -> None:
+    """mma without a wait: then cuBLASLt's contract, and behind it the reference, multiply as they should."""
+    gpu, here = emulated.emulator(), torch.zeros(1)
+    candidate = next(c for c in on_gpu(gpu.ops) if c.name == "scaled_mm.mma")
+    try:
+        gpu.leave_out(waits("gemm_sm89.cu")[0])
+        found = tried(candidate, "cpu")
+        assert found is not None
+        assert found.state == "disagrees"
+        assert re.search(r"\d+ of \d+ values, the first at \[", found.why)
+        switch_products_off(here, ["scaled_mm.mma"], gpu.ops)
+        assert gpu.ops.gemm_kernels(here, "") == "mma"
+        for case in cases("scaled_mm")[::5]:
+            a, b, a_scale, b_scale, bias, out = case.make()
+            if a.numel():
+                product = gpu.ops.scaled_mm(a, b, a_scale, b_scale, bias, out)
+                assert_within_accumulation(product, a, b, a_scale, b_scale, bias)
+        a, b = (torch.ones(n, 64).to(torch.float8_e4m3fn) for n in (70, 32))
+        args = a, b, torch.tensor(0.3), torch.tensor(0.7), None, torch.bfloat16
+        assert torch.equal(gpu.ops.scaled_mm(*args), gpu.ops.scaled_mm_by(*args, "cublaslt", 1))
+        switch_products_off(here, ["scaled_mm.skinny"], gpu.ops)
+        assert gpu.ops.gemm_kernels(here, "") == "skinny+mma", "what was off stays off"
+    finally:
+        gpu.leave_out("")
+        gpu.ops.gemm_kernels(here, "none")

@@ -1,0 +1,111 @@
+"""Kernels of products that are switched off, and who takes over: the next of ours, cuBLASLt, the reference.
+
+torch's scaled_mm on a CPU is no cuBLASLt, but has its arguments: that ours are theirs is tested here, too.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fp8serve.fp8.ops import cases, reference
+from tests.csrc.helpers import FORMATS, assert_bits_equal, tame
+from tests.cuda.conftest import Kernels
+from tests.cuda.test_gemm import BF16, E4M3, E5M2, assert_within_accumulation, operands, whole_numbers
+
+OWN = "skinny+large+medium+small+mma"
+
+
+@pytest.fixture
+def switched(kernels: Kernels) -> Iterator[Kernels]:
+    yield kernels
+    switch(kernels, "none")
+
+
+def switch(kernels: Kernels, off: str) -> str:
+    return str(kernels.ops.gemm_kernels(kernels.here(torch.zeros(1)), off))
+
+
+def test_what_is_off_is_asked_for(switched: Kernels) -> None:
+    assert switch(switched, "") == ""
+    assert switch(switched, "mma+skinny") == "skinny+mma"
+    assert switch(switched, "") == "skinny+mma"
+    with pytest.raises(RuntimeError, match=r"gemm_kernels: off: is 'mma\+huge', must be names of kernels"):
+        switch(switched, "mma+huge")
+    assert switch(switched, "") == "skinny+mma"
+    assert switch(switched, "none") == ""
+
+
+@pytest.mark.parametrize("off", [OWN, f"{OWN}+cublaslt+cublaslt_rows", "skinny", "mma"])
+@pytest.mark.parametrize("case", cases("scaled_mm")[::3], ids=lambda case: case.name)
+def test_whoever_is_left_multiplies(switched: Kernels, off: str, case) -> None:
+    a, b, a_scale, b_scale, bias, out = case.make()
+    switch(switched, off)
+    found = switched.run("scaled_mm", a, b, a_scale, b_scale, bias, out)
+    assert found.dtype == out
+    if a.shape[1] == 0:
+        assert_bits_equal(found, reference.scaled_mm(a, b, a_scale, b_scale, bias, out))
+    else:
+        assert_within_accumulation(found, a, b, a_scale, b_scale, bias)
+
+
+@pytest.mark.parametrize("op", ["scaled_mm_quantize", "scaled_mm_add"])
+def test_what_is_fused_with_a_product_loses_nothing(switched: Kernels, op: str) -> None:
+    switch(switched, f"{OWN}+cublaslt+cublaslt_rows")
+    for case in cases(op):
+        expected, found = getattr(reference, op)(*case.make()), switched.run(op, *case.make())
+        for one, wanted in zip(*(x if isinstance(x, tuple) else (x,) for x in (found, expected)), strict=True):
+            torch.testing.assert_close(
+                one.float(), wanted.float(), rtol=1.3e-1 if one.dtype == E4M3 else 2e-2, atol=1e-3
+            )
+
+
+def test_the_reference_answers_when_all_are_off(switched: Kernels) -> None:
+    """Its bits on a CPU."""
+    if switched.device != "cpu":
+        pytest.skip("the reference on a GPU sums in another order than on the CPU")
+    args = *operands(17, 40, 400, "row", "row"), None, torch.float32
+    plain = switched.run("scaled_mm", *args)
+    switch(switched, f"{OWN}+cublaslt+cublaslt_rows")
+    assert_bits_equal(switched.run("scaled_mm", *args), reference.scaled_mm(*args))
+    assert not torch.equal(plain, reference.scaled_mm(*args)), "another kernel has other roundings"
+
+
+KINDS = [("tensor", "tensor"), ("row", "row"), ("tensor", "row"), ("block1x128", "block128x128")]
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 16), (5, 48, 400), (70, 32, 77), (128, 24, 144), (3, 7, 32)])
+@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2), (E5M2, E5M2)])
+def test_cublaslt_takes_what_its_contract_allows(kernels: Kernels, shape, kinds, formats) -> None:
+    """Everything that it takes is right; K is padded for it, and nothing else is changed."""
+    m, n, k = shape
+    args = operands(m, n, k, *kinds, formats)
+    for out in (BF16, torch.float32, torch.float16):
+        for bias in (None, tame(1, n, seed=3)[0].to(out)):
+            one_each = all(scale.numel() == 1 for scale in args[2:])  # a single block is one, too
+            by_rows = kinds == ("row", "row") and out == BF16
+            biased = bias is None or out != torch.float32
+            wanted = n % 16 == 0 and formats != (E5M2, E5M2) and biased and (one_each or by_rows)
+            if wanted:
+                found = kernels.run("scaled_mm_by", *args, bias, out, "cublaslt", 1)
+                assert_within_accumulation(found, *args, bias)
+            else:
+                with pytest.raises(RuntimeError, match="kernel: is cublaslt, which does not multiply this here"):
+                    kernels.run("scaled_mm_by", *args, bias, out, "cublaslt", 1)
+
+
+def test_a_bias_of_another_type_is_not_for_cublaslt(kernels: Kernels) -> None:
+    *args, bias = whole_numbers(5, 16, 32)
+    with pytest.raises(RuntimeError, match="kernel: is cublaslt, which does not multiply this here"):
+        kernels.run("scaled_mm_by", *args, bias, BF16, "cublaslt", 1)
+    assert bool(kernels.run("scaled_mm_by", *args, bias.bfloat16(), BF16, "cublaslt", 1).isfinite().all())
+
+
+@pytest.mark.parametrize("out", FORMATS)
+def test_cublaslt_is_not_asked_for_fp8(switched: Kernels, out: torch.dtype) -> None:
+    args = *whole_numbers(5, 48, 144), torch.tensor(0.5), out
+    expected = switched.run("scaled_mm_quantize", *args)
+    switch(switched, OWN)
+    for one, wanted in zip(switched.run("scaled_mm_quantize", *args), expected, strict=True):
+        assert torch.equal(one.float(), wanted.float())

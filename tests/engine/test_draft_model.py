@@ -1,0 +1,234 @@
+"""With a draft model, right or wrong, an answer has every bit that it has without, and its cache is the sequence's."""
+
+import logging
+import random
+import re
+from collections.abc import Sequence as Items
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fp8serve.cli import main
+from fp8serve.engine import draft_model
+from fp8serve.engine.drafting import ALLOWANCE
+from fp8serve.engine.engine import Engine
+from fp8serve.engine.request import Request
+from fp8serve.errors import MachineError, ModelError
+
+from .adapters import write_random_adapter
+from .drafts import LAYERS, rewrite, write_drafts
+from .test_independence import request, run
+from .tiny import BOS, VOCAB, write_model, write_scales
+
+PROMPT = [BOS, *b"Once upon a time there was"]
+PROMPTS = [PROMPT, [BOS, *b"Hallo"], [*PROMPT, *b" a king"], [7] * 9]
+TIGHT: dict[str, Any] = {"num_blocks": 15, "max_num_seqs": 5, "max_batch_tokens": 19, "max_prefill_tokens": 7}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = write_drafts(tmp_path_factory.mktemp("drafts"))
+    write_scales(home / "model", home / "made-up", kv=False)
+    return home
+
+
+@cache
+def engine(home: Path, draft: str | None, **options: Any) -> Engine:
+    return fresh(home, draft, **options)
+
+
+def fresh(home: Path, draft: str | None, **options: Any) -> Engine:
+    chosen = {"recipe": "bf16", "block_size": 4, **options}
+    return Engine(home / "model", **chosen, draft_model=None if draft is None else str(home / draft))
+
+
+def sampling(**changes: Any) -> dict[str, Any]:
+    return {"max_new_tokens": 40, "temperature": 0.0, "seed": 3, "ignore_eos": True, "logprobs": 2, **changes}
+
+
+def counted(engine: Engine, prompts: Items[Any], **changes: Any) -> tuple[Any, dict[str, int]]:
+    """The answers, and the engine's counters for them."""
+    before = engine.stats()
+    found, after = engine.generate(prompts, **sampling(**changes)), engine.stats()
+    return found, {name: after[name] - before[name] for name in after if name.endswith("_total") and name[0] != "f"}
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "rowwise"])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32), draft=st.sampled_from(["same", "other"]), most=st.sampled_from([1, 4, 7]))
+def test_drafts_change_no_bit(home: Path, recipe: str, seed: int, draft: str, most: int) -> None:
+    """Among others, in a cache and a batch that are too small: chunks, preemption, shared prefixes, aborts."""
+    rng = random.Random(seed)
+    mine = [longer(request(rng, f"mine {i}"), rng.randint(1, 24)) for i in range(3)]
+    noise = [longer(request(rng, f"noise {i}"), 12) for i in range(3)]
+    expected: dict[str, list[Any]] = {}
+    for each in mine:
+        expected |= run(engine(home, None, recipe=recipe), [each], random.Random(0))
+    crowded = engine(home, draft, recipe=recipe, **TIGHT, speculative_tokens=most)
+    found = run(crowded, [*mine, *noise], rng)
+    assert {name: found[name] for name in expected} == expected
+    assert crowded.stats()["kv_blocks_used"] == 0
+
+
+def longer(request: Request, new: int) -> Request:
+    return replace(request, params=replace(request.params, max_new_tokens=new))
+
+
+def test_these_schedules_preempt_share_accept_and_reject(home: Path) -> None:
+    totals: dict[str, int] = {}
+    for draft in ("same", "other"):
+        crowded, rng = fresh(home, draft, **TIGHT), random.Random(0)
+        for batch in range(4):
+            run(crowded, [longer(request(rng, f"{batch} {i}"), 16) for i in range(7)], rng)
+        stats = crowded.stats()
+        totals |= {f"{draft} {name}": stats[f"{name}_total"] for name in ("draft_tokens", "accepted_draft_tokens")}
+        assert stats["preemptions_total"] > 0
+        assert stats["prefix_hit_tokens_total"] > 0
+    assert totals["same draft_tokens"] == totals["same accepted_draft_tokens"] > 50
+    assert totals["other draft_tokens"] > totals["other accepted_draft_tokens"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_that_is_always_right_saves_its_steps(home: Path, temperature: float) -> None:
+    expected, _ = counted(engine(home, None), [PROMPT], temperature=temperature)
+    found, totals = counted(fresh(home, "same"), [PROMPT], temperature=temperature)
+    assert found == expected
+    assert totals["draft_tokens_total"] == totals["accepted_draft_tokens_total"] == 40 - totals["steps_total"]
+    assert totals["steps_total"] <= 12  # a prompt's; then five tokens at a time, once there is enough to spend
+    # it reads the prompt once, and every token of the answer but those that end a draft
+    assert totals["draft_model_tokens_total"] <= len(PROMPT) + 40
+
+
+def test_a_draft_that_is_never_right_soon_costs_nothing(home: Path) -> None:
+    for batch in range(3):
+        wrong = engine(home, "other", max_num_seqs=4)
+        found, _ = counted(wrong, PROMPTS, max_new_tokens=60, temperature=float(batch > 0))
+        assert found == counted(engine(home, None), PROMPTS, max_new_tokens=60, temperature=float(batch > 0))[0]
+    stats, parts = wrong.stats(), wrong.loaded.draft
+    assert parts is not None
+    assert stats["accepted_draft_tokens_total"] < stats["draft_tokens_total"] / 4
+    spent = stats["draft_model_tokens_total"] * parts.cost * draft_model.ROW + stats["draft_tokens_total"] * 0.08
+    earned = stats["accepted_draft_tokens_total"] + ALLOWANCE * stats["computed_tokens_total"]
+    assert 0 < spent < draft_model.START + earned + 1
+
+
+def test_what_was_read_is_shared_with_the_prefix(home: Path) -> None:
+    right = fresh(home, "same")
+    first, told = counted(right, [PROMPT], max_new_tokens=8)
+    again, totals = counted(right, [PROMPT], max_new_tokens=8)
+    assert again == first
+    assert told["draft_model_tokens_total"] > len(PROMPT)
+    assert totals["draft_model_tokens_total"] < told["draft_model_tokens_total"] - len(PROMPT) // 4 * 4 + 4
+
+
+def test_adapters_forms_and_bad_words(home: Path, tmp_path: Path) -> None:
+    """The draft model has no adapter; answers with a form or bad words are not drafted."""
+    adapter = write_random_adapter(tmp_path / "a", home / "model", rank=4, seed=1)
+    plain, drafting = fresh(home, None), fresh(home, "same")
+    for each in (plain, drafting):
+        each.load_adapter("a", adapter)
+    for name in ("a", None):
+        answers = [each.generate(PROMPTS, adapter=name, **sampling()) for each in (plain, drafting)]
+        assert answers[0] == answers[1]
+    for form in ({"regex": "(ab)+c", "ignore_eos": False}, {"bad_words": ("e",)}):
+        found, totals = counted(drafting, [PROMPT], **form)
+        assert found == counted(plain, [PROMPT], **form)[0]
+        assert totals["drafts_total"] == 0
+
+
+def test_an_answer_goes_on_behind_the_draft_models_context(home: Path) -> None:
+    write_model(home / "short", num_hidden_layers=1, max_position_embeddings=48)
+    rewrite(home / "short", load_file(home / "same" / "model.safetensors"))
+    found, totals = counted(fresh(home, "short"), [PROMPT], max_new_tokens=90)
+    assert found == counted(engine(home, None), [PROMPT], max_new_tokens=90)[0]
+    assert 0 < totals["draft_tokens_total"] <= 48 - len(PROMPT)
+
+
+@pytest.mark.parametrize("size", [VOCAB - 2, VOCAB + 6])
+def test_a_padded_vocabulary(home: Path, size: int) -> None:
+    """The tokens are the same, with more or fewer unused rows."""
+    name = f"padded {size}"
+    write_model(home / name, num_hidden_layers=1, vocab_size=size)
+    tensors = load_file(home / "same" / "model.safetensors")
+    rows = tensors["model.embed_tokens.weight"]
+    tensors["model.embed_tokens.weight"] = torch.cat([rows, torch.ones(6, rows.shape[1]).bfloat16()])[:size]
+    rewrite(home / name, tensors)
+    drafting = fresh(home, name)
+    for prompt in (PROMPT, [VOCAB - 1, *PROMPT]):
+        found, totals = counted(drafting, [prompt])
+        assert found == counted(engine(home, None), [prompt])[0]
+        assert (totals["draft_tokens_total"] > 0) == (size > VOCAB or max(prompt) < size)
+
+
+def test_a_draft_model_that_cannot_compute(
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_model(home / "damaged", num_hidden_layers=1)
+    tensors = load_file(home / "same" / "model.safetensors")
+    rewrite(home / "damaged", tensors | {"model.norm.weight": torch.full((64,), torch.nan).bfloat16()})
+    expected = counted(engine(home, None), [PROMPT])[0]
+    found, totals = counted(fresh(home, "damaged"), [PROMPT])
+    assert (found, totals["draft_tokens_total"]) == (expected, 0)
+
+    failing = fresh(home, "same")
+    assert failing.loaded.draft is not None
+    monkeypatch.setattr(failing.loaded.draft.runner, "run", fail)
+    with caplog.at_level(logging.WARNING):
+        assert counted(failing, [PROMPT])[0] == expected
+    assert [record.getMessage() for record in caplog.records if "same failed" in record.getMessage()] != []
+
+
+def fail(work: object) -> Tensor:
+    raise RuntimeError("out of memory")
+
+
+def test_its_memory_is_counted(home: Path) -> None:
+    alone, both = (fresh(home, draft, kv_cache_bytes=200_000).info() for draft in (None, "same"))
+    assert both["num_blocks"] == 200_000 // (alone["kv_cache_bytes"] // alone["num_blocks"] * (LAYERS + 1) // LAYERS)
+    assert both["kv_cache_bytes"] <= 200_000
+    assert alone["draft_model"] is None
+    assert both["draft_model"].keys() == {"name", "layers", "weight_bytes", "step_cost"}
+    with pytest.raises(MachineError, match="lower num_blocks"):
+        fresh(home, "same", kv_cache_bytes=200_000, num_blocks=alone["num_blocks"])
+
+
+def test_what_cannot_be_is_refused(home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_model(tmp_path / "wide", vocab_size=VOCAB + 40)
+    (tmp_path / "wide" / "tokenizer.json").unlink()
+    words = write_model(tmp_path / "words") / "tokenizer.json"
+    words.write_text(words.read_text().replace('"</s>"', '"<end>"'))
+    embeds = write_model(tmp_path / "embeds", "qwen3")
+    (embeds / "modules.json").write_text('[{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]')
+    (embeds / "config.json").write_text((embeds / "config.json").read_text().replace("Qwen3ForCausalLM", "Qwen3Model"))
+    for directory, sentence in (
+        (tmp_path / "nowhere", "draft model cannot be used: .*nowhere does not exist"),
+        (tmp_path, "draft model cannot be used: .* holds no config.json"),
+        (tmp_path / "wide", f"has {VOCAB + 40} tokens and .* has {VOCAB}; a draft model must have the same vocabulary"),
+        (tmp_path / "words", "has another vocabulary than .*: token 257, '.*', is in one of them only"),
+        (embeds, "draft model cannot be used: .* and not to write text"),
+    ):
+        with pytest.raises(ModelError, match=sentence):
+            fresh(home, str(directory))
+    with caplog.at_level(logging.WARNING):
+        assert fresh(home, "model").generate([PROMPT], **sampling()) == counted(engine(home, None), [PROMPT])[0]
+    assert "no guess can pay for itself" in caplog.text
+
+
+def test_the_command_line_says_what_became_of_drafts(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ask = ["generate", str(home / "model"), "--recipe", "bf16", "--ignore-eos", "to be or not to be"]
+    assert main(ask) == 0
+    expected = capsys.readouterr()
+    assert main([*ask, "--draft-model", str(home / "same")]) == 0
+    found = capsys.readouterr()
+    assert found.out == expected.out
+    assert re.search(r"speculation: (\d+) of \1 drafted tokens .* 64 tokens in \d\d steps", found.err)
+    assert main([*ask, "--draft-model", str(home / "nowhere")]) == 1
+    assert "nowhere is not a directory" in capsys.readouterr().err

@@ -1,0 +1,220 @@
+"""Other weights for a running engine: the bits of a freshly loaded model, all or nothing, no trace of the old ones."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8serve.engine import packing
+from fp8serve.engine.engine import Engine
+from fp8serve.engine.request import Request
+from fp8serve.engine.sampling_params import SamplingParams
+from fp8serve.errors import Fp8ServeError, ModelError, RequestError, ScalesError
+from fp8serve.fp8.recipe import DelayedScaling
+from fp8serve.model.checkpoint import load_scales, load_servable
+from fp8serve.model.export import write_calibrated
+
+from .tiny import write_model, write_scales
+
+PROMPTS = [list(range(60)), [5, 250, 7, 7, 9, 100, 3], list(range(40, 80))]
+State = dict[str, Tensor]
+
+
+def written(path: Path, seed: int, kind: str = "llama", **overrides: Any) -> Path:
+    """An FP8 directory."""
+    base = write_model(path / "base", kind, seed, **overrides)
+    scales = load_scales(write_scales(base, path / "scales.safetensors"), base)
+    write_calibrated(path / "fp8", base, scales)
+    return path / "fp8"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("weights")
+    return written(root / "one", 0), written(root / "other", 1)
+
+
+def answers(engine: Engine) -> list[Any]:
+    done = engine.generate(PROMPTS, max_new_tokens=8, temperature=1.0, seed=3, logprobs=0, ignore_eos=True)
+    return [(one.token_ids, [item.logprob for item in one.logprobs or ()]) for one in done]
+
+
+def state_of(path: Path, recipe: Any = "stored") -> State:
+    return load_servable(path, recipe).state_dict()
+
+
+@pytest.mark.parametrize("packs", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "mixtral", "qwen3_moe"])
+def test_the_bits_are_those_of_a_model_that_was_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, packs: bool
+) -> None:
+    monkeypatch.setattr(packing, "worth_packing", lambda: packs)
+    one, other = written(tmp_path / "one", 0, kind), written(tmp_path / "other", 1, kind)
+    engine, expected = Engine(one), answers(Engine(other))
+    engine.pack_weights()
+    first = answers(engine)
+    assert first != expected
+    assert engine.load_weights(state_of(other)) == 1
+    assert answers(engine) == expected
+    assert engine.load_weights(one) == 2
+    assert answers(engine) == first
+    assert engine.info()["weights_version"] == 2
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "rowwise", "block", "current", "w8a16"])
+def test_a_directory_is_read_by_the_engines_recipe(tmp_path: Path, recipe: str) -> None:
+    one, other = (write_model(tmp_path / f"{seed}", seed=seed) for seed in (0, 1))
+    engine, expected = Engine(one, recipe=recipe), answers(Engine(other, recipe=recipe))
+    assert answers(engine) != expected
+    engine.load_weights(other)
+    assert answers(engine) == expected
+
+
+def test_scales_that_differ_within_a_joined_group(models: tuple[Path, Path]) -> None:
+    """q, k and v read one input by one scale, until somebody gives them different ones."""
+    given = state_of(models[1])
+    given["model.layers.0.self_attn.k_proj.input_scale"] *= 64
+    engine = Engine(models[0])
+    engine.load_weights(given)
+    found = answers(engine)
+    apart = Engine(models[1])
+    apart.loaded.runner.model.load_state_dict(given)
+    assert found == answers(apart) != answers(Engine(models[1]))
+    engine.load_weights(models[1])
+    assert answers(engine) == answers(Engine(models[1]))
+
+
+def test_a_head_in_fp8_is_replaced_with_the_others(models: tuple[Path, Path]) -> None:
+    engine = Engine(models[0], head_dtype="fp8")
+    engine.load_weights(models[1])
+    assert answers(engine) == answers(Engine(models[1], head_dtype="fp8"))
+    with pytest.raises(ModelError, match=r"lack lm_head\.weight_q"):
+        engine.load_weights(state_of(models[0]))
+
+
+def test_no_prefix_of_the_old_weights_is_used_or_kept(models: tuple[Path, Path], tmp_path: Path) -> None:
+    engine = Engine(models[0], cache_dir=str(tmp_path))
+    first = answers(engine)
+    answers(engine)
+    hits = engine.stats()["prefix_hit_tokens_total"]
+    assert hits > 0
+    engine.save_prefixes()
+    kept = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    engine.load_weights(models[1])
+    assert answers(engine) == answers(Engine(models[1]))
+    assert engine.stats()["prefix_hit_tokens_total"] == hits
+    engine.save_prefixes()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == kept
+    again = Engine(models[0], cache_dir=str(tmp_path))
+    assert answers(again) == first
+    assert again.stats()["prefix_restored_hit_tokens_total"] > 0
+
+
+def test_a_draft_model_goes_on_guessing(models: tuple[Path, Path]) -> None:
+    engine = Engine(models[0], draft_model=str(models[0]))
+    answers(engine)
+    engine.load_weights(models[1])
+    assert answers(engine) == answers(Engine(models[1]))
+
+
+def test_what_was_seen_of_inputs_begins_anew(models: tuple[Path, Path]) -> None:
+    engine = Engine(models[0])
+    answers(engine)
+    given = {name: t * 2 if name.endswith("input_scale") else t for name, t in state_of(models[1]).items()}
+    engine.load_weights(given)
+    records = engine.scales()
+    assert all(record["amax"] == 0 for record in records)
+    assert {record["scale"] for record in records} == {40.0}
+    assert {record["calibrated_amax"] for record in records} == {448 / 40}
+
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+def without(name: str) -> Callable[[State], Any]:
+    return lambda state: {key: tensor for key, tensor in state.items() if key != name}
+
+
+def changed(name: str, tensor: Tensor) -> Callable[[State], Any]:
+    return lambda state: {**state, name: tensor}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        (without(f"{Q}.weight_q"), ModelError, f"The weights lack {Q}.weight_q; all of a model"),
+        (without("model.norm.weight"), ModelError, "lack model.norm.weight"),
+        (changed("model.layers.2.x", torch.ones(1)), ModelError, "has no model.layers.2.x"),
+        (changed(f"{Q}.weight_q", torch.ones(64, 64)), ModelError, "float8_e4m3fn [64, 64] in this model, found"),
+        (
+            changed(f"{Q}.weight_q", torch.ones(32, 64).to(torch.float8_e4m3fn)),
+            ModelError,
+            "[64, 64] in this model, found float8_e4m3fn [32, 64]",
+        ),
+        (changed("model.norm.weight", torch.ones(64)), ModelError, "bfloat16 [64] in this model, found float32 [64]"),
+        (
+            changed("model.norm.weight", torch.full((64,), torch.nan, dtype=torch.bfloat16)),
+            ModelError,
+            "model.norm.weight holds NaN",
+        ),
+        (
+            changed(f"{Q}.weight_q", torch.full((64, 64), torch.nan).to(torch.float8_e4m3fn)),
+            ModelError,
+            "weight_q holds NaN",
+        ),
+        (changed(f"{Q}.input_scale", torch.tensor(0.0)), ScalesError, "input_scale holds a scale that is no positive"),
+        (changed(f"{Q}.weight_scale_inv", torch.tensor(torch.inf)), ScalesError, "weight_scale_inv holds a scale"),
+        (changed(f"{Q}.weight_scale_inv", torch.ones(3)), ModelError, "found float32 [3]"),
+        (
+            changed("lm_head.weight", torch.zeros(260, 64, dtype=torch.bfloat16)),
+            ModelError,
+            "lm_head.weight is model.embed_tokens.weight in this model, and the two",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_changes_nothing(
+    models: tuple[Path, Path], change: Callable[[State], Any], error: type[Fp8ServeError], said: str
+) -> None:
+    engine = Engine(models[0])
+    before = answers(engine)
+    with pytest.raises(error) as caught:
+        engine.load_weights(change(state_of(models[1])))
+    assert said in str(caught.value)
+    assert answers(engine) == before
+    assert engine.weights_version == 0
+
+
+def test_directories_of_other_models(models: tuple[Path, Path], tmp_path: Path) -> None:
+    engine = Engine(models[0])
+    before = answers(engine)
+    for other in (written(tmp_path / "longer", 0, num_hidden_layers=3), written(tmp_path / "rope", 0, rope_theta=5e5)):
+        with pytest.raises(ModelError, match="has another configuration than"):
+            engine.load_weights(other)
+    with pytest.raises(ModelError):
+        engine.load_weights(tmp_path / "nothing")
+    assert answers(engine) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"roll_history": True}, "Scales follow the traffic"), ({"kv_cache_dtype": "fp8"}, "An FP8 cache has the scales")],
+)
+def test_options_that_keep_scales(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    base = write_model(tmp_path / "model")
+    write_scales(base, base / "scales.safetensors", kv=True)
+    engine = Engine(base, recipe=DelayedScaling(), **options)
+    with pytest.raises(RequestError, match=said):
+        engine.load_weights(base)
+
+
+def test_not_while_a_request_runs(models: tuple[Path, Path]) -> None:
+    engine = Engine(models[0])
+    engine.add_request(Request("one", (1, 2, 3), SamplingParams(max_new_tokens=4)))
+    engine.step()
+    with pytest.raises(RequestError, match="1 requests are running"):
+        engine.load_weights(models[1])
+    engine.abort_all()
+    engine.load_weights(models[1])

@@ -1,0 +1,414 @@
+"""The self-check of kernels, on the CPU: kernels broken in every way, the stored verdict, and what takes over."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+import torch
+
+from fp8serve.fp8 import ops, selfcheck, stateful
+from fp8serve.fp8.linear import Linear, convert
+from fp8serve.fp8.ops import reference, registry
+from fp8serve.fp8.selfcheck import Finding, Machine, Verdict, VerdictError, checking, verdict
+from fp8serve.fp8.selfcheck.agreement import difference
+from fp8serve.fp8.selfcheck.candidates import CAPS, candidates, spread
+from fp8serve.fp8.selfcheck.switching import switch_off
+from tests.fp8 import broken_kernel
+from tests.fp8.broken_kernel import OP, OTHERS
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
+ROOT = Path(__file__).parents[2]
+BEST = ops.cpu_isa()
+pytestmark = pytest.mark.skipif(BEST is None, reason="the CPU library was not built")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Verdicts are kept in a directory of the test; kernels that it switched off are on again afterwards."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(selfcheck, "_prepared", set())
+    yield tmp_path / "cache"
+    registry.restore("cpu")
+    torch.ops.fp8serve.cpu_isa("best")
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.WARNING, "fp8serve.kernels")
+    return caplog
+
+
+def machine(**other: str) -> Machine:
+    return Machine(**{"kind": "cuda", "name": "Test 1", "driver": "1.2", "library": "ab", "torch": "2.13", **other})
+
+
+def of(kernels: dict[str, Finding], **other: str) -> Verdict:
+    return Verdict(machine(**other), "2026-11-25T01:02:03+00:00", kernels)
+
+
+def with_child(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(checking, "CHILD", (sys.executable, *arguments))
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, how: str, where: str) -> Verdict:
+    """The verdict of a check whose child has such a kernel. One that hangs is given up soon after it has begun."""
+    with_child(monkeypatch, "-m", "tests.fp8.broken_kernel", how, where)
+    patience, started = checking.KERNEL_SECONDS, checking._started
+
+    def start(errors: IO[str]) -> subprocess.Popen[str]:
+        monkeypatch.setattr(checking, "KERNEL_SECONDS", patience)
+        return started(errors)
+
+    def progress(name: str) -> None:
+        hung = how == "hangs" and name.startswith(f"{OP}.")
+        monkeypatch.setattr(checking, "KERNEL_SECONDS", 1.0 if hung else patience)
+
+    monkeypatch.setattr(checking, "_started", start)
+    monkeypatch.chdir(ROOT)
+    return checking.check(CPU, machine(kind="cpu"), progress)
+
+
+def wrong_variant() -> str:
+    torch.ops.fp8serve.cpu_isa("best")
+    return ops.cpu_kernels()[OP]["variant"]
+
+
+def steps(variants: set[str]) -> set[str]:
+    return {f"{OP}.{variant}" for variant in variants}
+
+
+def all_variants() -> set[str]:
+    found = set()
+    for cap in CAPS:
+        torch.ops.fp8serve.cpu_isa(cap)
+        found.add(ops.cpu_kernels()[OP]["variant"])
+    torch.ops.fp8serve.cpu_isa("best")
+    return found
+
+
+# --- what a check finds ---------------------------------------------------------------------------------------------
+
+
+def test_every_kernel_of_this_cpu_agrees_at_every_level() -> None:
+    found = checking.check(CPU, machine(kind="cpu"))
+    assert found.unfinished == ""
+    assert found.bad == {}
+    assert {name.partition(".")[0] for name in found.kernels} == set(ops.cpu_kernels()) & set(ops.OPS)
+    assert steps(all_variants()) <= set(found.kernels)
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("disagrees", "1 of "),
+        ("throws", "RuntimeError: an illegal memory access was encountered"),
+        ("hangs", "no answer within 1 s"),
+        ("crashes", "its process was ended by signal 9"),
+    ],
+)
+def test_a_broken_kernel_is_found_and_the_others_are_tried_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, how: str, why: str
+) -> None:
+    found = broken(monkeypatch, how, "everywhere")
+    assert found.unfinished == ""
+    assert set(found.bad) == steps(all_variants())
+    assert {finding.state for finding in found.bad.values()} == {how}
+    assert all(why in finding.why for finding in found.bad.values()), found.bad
+    assert {name.partition(".")[0] for name in found.kernels} == {OP, *OTHERS}
+
+
+@pytest.mark.parametrize(
+    ("child", "reason"),
+    [
+        (("-c", "raise SystemExit('no GPU here')"), "its process ended with status 1: no GPU here"),
+        (("-c", "import os; os.abort()"), "its process was ended by signal 6"),
+        (("-c", "print('hello'); print('[1]'); print('{}')"), "its process ended with status 0"),
+    ],
+)
+def test_a_child_that_tries_nothing_says_nothing_about_kernels(
+    monkeypatch: pytest.MonkeyPatch, child: tuple[str, ...], reason: str
+) -> None:
+    with_child(monkeypatch, *child)
+    found = checking.check(CPU, machine())
+    assert found.kernels == {}
+    assert found.unfinished == reason
+
+
+def test_where_there_can_be_no_child_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking, "CHILD", ("/nonexistent/python",))
+    assert checking.check(CPU, machine()).unfinished == "its process cannot be started (No such file or directory)"
+
+
+def test_a_child_that_never_begins_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_child(monkeypatch, "-c", "import time; time.sleep(3600)")
+    monkeypatch.setattr(checking, "KERNEL_SECONDS", 0.5)
+    assert checking.check(CPU, machine()).unfinished == "its process was silent for too long"
+
+
+def test_a_check_as_a_whole_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    endless = "while True:\n for what in ('trying', 'name'): print('{\"%s\": \"k\"}' % what, flush=True)"
+    with_child(monkeypatch, "-c", endless)
+    monkeypatch.setattr(checking, "ALL_SECONDS", 1.0)
+    assert checking.check(CPU, machine()).unfinished == "it took longer than 1 s"
+
+
+def test_comparisons_find_what_is_wrong_and_allow_roundings() -> None:
+    x = torch.tensor([[1.0, 2.0, torch.nan, torch.inf]])
+    assert difference("rms_norm", (), [x], [x.clone()]) is None
+    assert difference("rms_norm", (), [x + 1e-6], [x]) is None
+    assert difference("rms_norm", (), [x + 0.01], [x]) == "2 of 4 values, the first at [0, 0]: 1.01 for 1"
+    assert difference("rms_norm", (), [x.nan_to_num(0.0)], [x]) is not None
+    assert difference("rms_norm", (), [x.bfloat16()], [x]) == "results of another type or shape"
+    assert difference("rotary", (), [x + 1e-6], [x]) is not None, "an op whose bits are promised"
+    q = torch.full((200,), 8.0).to(torch.float8_e4m3fn)
+    near, far = (
+        torch.cat([torch.full((n,), v), torch.full((200 - n,), 8.0)]).to(q.dtype) for n, v in ((3, 9), (1, 16))
+    )
+    assert difference("rms_norm_quantize", (), [near], [q]) is None
+    assert difference("rms_norm_quantize", (), [far], [q]) is not None
+    assert difference("quantize", (), [near], [q]) is not None
+
+
+def test_a_product_is_judged_by_the_size_of_its_sums() -> None:
+    case = ops.cases("scaled_mm")[12]
+    right = reference.scaled_mm(*case.make())
+    off = right.clone()
+    off[0, 0] += (
+        1e-2 * reference.scaled_mm(*(a.abs() if i in (2, 3) else a for i, a in enumerate(case.make()))).abs().max()
+    )
+    assert difference("scaled_mm", case.make(), [right], [right]) is None
+    assert difference("scaled_mm", case.make(), [off], [right]) is not None
+
+
+def test_at_most_thirty_cases_from_all_over() -> None:
+    every = ops.cases("quantize")
+    assert 20 <= len(spread(every)) <= 30
+    assert spread(every)[0] is every[0]
+    assert all(len(candidate.cases) <= 30 for candidate in candidates("cpu"))
+
+
+# --- who takes over -------------------------------------------------------------------------------------------------
+
+
+def right_now() -> bool:
+    gate, up = torch.randn(5, 70), torch.randn(5, 70)
+    allowed = {"rtol": 1e-5, "atol": 1e-5}
+    return torch.allclose(getattr(torch.ops.fp8serve, OP)(gate, up), reference.silu_mul(gate, up), **allowed)
+
+
+def test_a_variant_that_is_wrong_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert BEST is not None
+    if len(all_variants()) == 1:
+        pytest.skip("this processor has one variant")
+    found = broken(monkeypatch, "disagrees", BEST)
+    assert set(found.bad) == {f"{OP}.{wrong_variant()}"}
+    held = broken_kernel.register("disagrees", BEST)
+    assert not right_now()
+    switch_off(CPU, found.bad)
+    assert ops.cpu_kernels()[OP]["variant"] not in found.bad
+    assert ops.cpu_isa() != BEST
+    assert right_now()
+    assert ops.backends()["quantize"].startswith("cpu kernel"), "with fewer features, but our kernel"
+    held._destroy()
+
+
+def test_an_op_that_is_wrong_in_every_variant_goes_to_the_reference() -> None:
+    held = broken_kernel.register("disagrees", "everywhere")
+    assert not right_now()
+    switch_off(CPU, steps(all_variants()))
+    assert right_now()
+    assert ops.backends()[OP] == "reference; its cpu kernel is switched off"
+    assert ops.cpu_isa() == BEST, "the others keep their features"
+    registry.restore("cpu")
+    assert ops.backends()[OP].startswith("cpu kernel (")
+    held._destroy()
+
+
+def test_names_of_another_library_change_nothing() -> None:
+    before = ops.backends()
+    switch_off(CPU, ["no_such_op.avx2", "quantize.sse9", "scaled_mm"])
+    assert ops.backends() == before
+
+
+# --- what is kept ---------------------------------------------------------------------------------------------------
+
+
+def test_a_verdict_is_kept_for_its_machine_alone() -> None:
+    kept = of({"quantize": Finding("agrees"), "scaled_mm.mma": Finding("hangs", "no answer")})
+    assert verdict.load(kept.machine) is None
+    path = verdict.save(kept)
+    assert verdict.load(kept.machine) == kept
+    assert list(kept.bad) == ["scaled_mm.mma"]
+    for other in ({"name": "Test 2"}, {"driver": "1.3"}, {"library": "cd"}, {"torch": "2.14"}, {"kind": "cpu"}):
+        assert verdict.load(machine(**other)) is None
+    assert [p.name for p in path.parent.iterdir()] == [path.name], "no temporary file is left"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: "",
+        lambda text: text[: len(text) // 2],
+        lambda text: "[1, 2]",
+        lambda text: text.replace('"version": 1', '"version": 2'),
+        lambda text: text.replace('"driver": "1.2"', '"driver": "1.3"'),
+        lambda text: text.replace('"hangs"', '"sulks"'),
+        lambda text: text.replace('"why"', '"because"'),
+        lambda text: text.replace('"kernels"', '"others"'),
+    ],
+)
+def test_a_file_that_is_no_verdict_is_announced_and_not_used(change: Any, said: pytest.LogCaptureFixture) -> None:
+    kept = of({"quantize": Finding("hangs", "no answer")})
+    path = verdict.save(kept)
+    path.write_text(change(path.read_text()))
+    with pytest.raises(VerdictError, match="does not hold the verdict of a kernel check"):
+        verdict.load(kept.machine)
+    assert selfcheck.kept(kept.machine) is None
+    assert said.records[0].message.startswith(f"{path} does not hold")
+
+
+def fake_gpu(monkeypatch: pytest.MonkeyPatch, found: Verdict) -> list[str]:
+    """A machine with a GPU whose check finds this; the list grows with every check, and with what is switched off."""
+    seen: list[str] = []
+
+    def check(device: torch.device, machine: Machine, progress: checking.Progress) -> Verdict:
+        seen.append(f"checked {device}")
+        return found
+
+    monkeypatch.setattr(selfcheck, "machine_of", lambda device: found.machine)
+    monkeypatch.setattr(checking, "check", check)
+    monkeypatch.setattr(selfcheck, "switch_off", lambda device, names: seen.extend(names))
+    return seen
+
+
+def test_a_gpu_is_checked_at_its_first_use_and_never_again(
+    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    found = of({"quantize": Finding("agrees"), "scaled_mm.large": Finding("throws", "an error")})
+    seen = fake_gpu(monkeypatch, found)
+    selfcheck.prepare_device(GPU)
+    selfcheck.prepare_device(GPU)
+    assert seen == ["checked cuda:0", "scaled_mm.large"]
+    assert [record.message for record in said.records] == [
+        "1 kernel is switched off, because the check of 2026-11-25 on Test 1 found it wrong, and others take over:"
+        " scaled_mm.large (throws); see `fp8serve doctor`."
+    ]
+    monkeypatch.setattr(selfcheck, "_prepared", set())  # as another process
+    selfcheck.prepare_device(GPU)
+    assert seen[2:] == ["scaled_mm.large"]
+
+
+def test_a_gpu_is_checked_when_a_converted_module_comes_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an engine or a trainer, which check it themselves."""
+    prepared: list[torch.device] = []
+    monkeypatch.setattr(stateful, "prepare_device", prepared.append)
+    module = convert(torch.nn.Sequential(torch.nn.Linear(16, 16)))
+    module.to(torch.bfloat16)
+    assert prepared == []
+    monkeypatch.setattr(Linear, "state_device", lambda self: GPU)  # as if it had been moved there
+    module.to(torch.bfloat16)
+    assert prepared == [GPU]
+
+
+def test_a_cpu_is_not_checked_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = fake_gpu(monkeypatch, of({OP: Finding("agrees")}, kind="cpu"))
+    selfcheck.prepare_device(CPU)
+    assert seen == []
+
+
+def test_what_somebody_found_on_this_cpu_holds_for_later_processes(said: pytest.LogCaptureFixture) -> None:
+    here = selfcheck.machine_of(CPU)
+    assert here is not None
+    bad = dict.fromkeys(steps(all_variants()), Finding("disagrees", "3 of 4 values"))
+    verdict.save(Verdict(here, "2026-11-25T01:02:03+00:00", bad))
+    selfcheck.prepare_device(CPU)
+    assert ops.backends()[OP] == "reference; its cpu kernel is switched off"
+    assert len(said.records) == 1
+
+
+def test_a_verdict_that_cannot_be_kept_still_holds(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    own_cache.write_text("a file where the directory should be")
+    seen = fake_gpu(monkeypatch, of({"quantize": Finding("crashes", "signal 9")}))
+    selfcheck.prepare_device(GPU)
+    assert seen == ["checked cuda:0", "quantize"]
+    messages = [record.message for record in said.records]
+    assert any("cannot be kept" in message for message in messages)
+    assert messages[-1].startswith("1 kernel is switched off")
+
+
+def test_an_unfinished_check_is_announced_used_and_not_kept(
+    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    found = of({"quantize": Finding("hangs", "no answer")})
+    found = Verdict(found.machine, found.date, found.kernels, unfinished="it took longer than 900 s")
+    seen = fake_gpu(monkeypatch, found)
+    selfcheck.prepare_device(GPU)
+    assert seen == ["checked cuda:0", "quantize"]
+    assert said.records[0].message == (
+        "The check of the kernels on Test 1 did not come to its end: it took longer than 900 s; kernels that it has not"
+        " tried are used."
+    )
+    assert verdict.load(found.machine) is None
+
+
+def test_a_gpu_on_which_no_check_can_run_is_used_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    """The real child, on a machine that has no GPU."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    monkeypatch.setattr(selfcheck, "machine_of", lambda device: machine())
+    selfcheck.prepare_device(GPU)
+    assert len(said.records) == 1
+    assert "did not come to its end: its process ended with status 1: " in said.records[0].message
+
+
+def test_an_error_of_the_check_itself_keeps_nobody_from_computing(
+    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    def broken_driver(device: torch.device) -> Machine:
+        raise RuntimeError("the driver does not say its name")
+
+    monkeypatch.setattr(selfcheck, "machine_of", broken_driver)
+    selfcheck.prepare_device(GPU)
+    assert [record.message for record in said.records] == [
+        "The kernels on cuda:0 could not be checked (the driver does not say its name); all of them are used."
+    ]
+
+
+FIRST_USE = """
+import sys, time
+from pathlib import Path
+import torch
+from fp8serve.fp8 import selfcheck
+from fp8serve.fp8.selfcheck import Finding, Machine, Verdict, checking
+
+def check(device, machine, progress):
+    with Path(sys.argv[1]).open("a") as log:
+        log.write("checked\\n")
+    time.sleep(1)
+    return Verdict(machine, "2026-11-25", {"quantize": Finding("agrees")})
+
+checking.check = check
+selfcheck.machine_of = lambda device: Machine("cuda", "Test 1", "1.2", "ab", "2.13")
+selfcheck.prepare_device(torch.device("cuda:0"))
+"""
+
+
+def test_processes_that_begin_together_check_once(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", FIRST_USE, str(log)]
+    running = [subprocess.Popen(command, env={**os.environ}, cwd=ROOT) for _ in range(3)]
+    assert [process.wait() for process in running] == [0, 0, 0]
+    assert log.read_text() == "checked\n"
+    found = verdict.load(machine())
+    assert found is not None
+    assert json.loads(verdict.path_of(machine()).read_text())["kernels"] == {"quantize": {"state": "agrees", "why": ""}}

@@ -1,0 +1,165 @@
+"""Jobs that are deleted, by their owner or because they are old, and what must stay."""
+
+import csv
+import io
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8serve.server.finetuning.job_runner import WORKER
+from fp8serve.train.scratch import write_random_model
+from fp8serve.train.series import FIRST
+from tests.patience import eventually
+from tests.server import fakes
+from tests.server.conftest import Server, Start
+from tests.server.finetuning.test_finetune import submit, trained, unblock_job, wait_for, wait_for_step
+
+
+def is_gone(server: Server, job: str) -> bool:
+    return not server.state.runner.dir_of(job).exists()
+
+
+async def remove(server: Server, job: str) -> tuple[int, str]:
+    answer = await server.client.delete(f"/finetune/{job}")
+    return answer.status_code, answer.text
+
+
+async def servable(server: Server) -> str:
+    """A job that has succeeded, with a result that others may go on from."""
+    job = await trained(server)
+    shutil.copytree(server.state.settings.model, server.state.runner.dir_of(job) / "out/model", dirs_exist_ok=True)
+    return job
+
+
+async def test_a_job_that_has_ended_is_deleted_with_its_files(start: Start) -> None:
+    async with start() as server:
+        job, other = await trained(server), await trained(server)
+        path = f"/finetune/{job}"
+        assert (await server.client.delete(path)).json() == {"id": job, "deleted": True}
+        assert is_gone(server, job)
+        for place in ("", "/events", "/metrics", "/checkpoints"):
+            assert (await server.client.get(path + place)).status_code == 404
+        assert (await remove(server, job))[0] == 404
+        listed = (await server.client.get("/finetune")).json()["jobs"]
+        assert [found["id"] for found in listed] == [other]
+        assert await trained(server)
+        events = (await server.client.get(f"/finetune/{other}/events")).json()["events"]
+        assert len([e for e in events if e["type"] == "metrics"]) == 6
+
+
+async def test_a_job_that_has_not_ended_stays(start: Start) -> None:
+    async with start() as server:
+        running, waiting = await submit(server, "held"), await submit(server)
+        await wait_for_step(server, running["id"])
+        for job, state in ((running["id"], "running"), (waiting["id"], "queued")):
+            status, text = await remove(server, job)
+            assert (status, f"it is {state}; cancel it first" in text) == (409, True)
+        await server.client.post(f"/finetune/{running['id']}/pause")
+        await wait_for(server, running["id"], "paused")
+        assert (await remove(server, running["id"]))[0] == 409
+        await server.client.post(f"/finetune/{running['id']}/cancel")
+        assert (await remove(server, running["id"]))[0] == 200
+        assert is_gone(server, running["id"])
+
+
+async def test_what_serves_or_is_to_serve_again_stays(start: Start) -> None:
+    async with start() as server:
+        job = await trained(server)
+        await server.client.post(f"/finetune/{job}/activate")
+        status, text = await remove(server, job)
+        assert (status, "is being served" in text) == (409, True)
+        await server.client.post("/models/tiny/activate", json={"source": "base"})
+        assert (await remove(server, job))[0] == 200
+
+
+async def test_what_another_job_goes_on_from_stays(start: Start) -> None:
+    async with start() as server:
+        first = await servable(server)
+        second = await submit(server, "held", model=first)
+        await wait_for_step(server, second["id"])
+        status, text = await remove(server, first)
+        assert (status, "began with this one's result" in text) == (409, True)
+        unblock_job(server, second["id"])
+        await wait_for(server, second["id"], "succeeded")
+        assert (await remove(server, first))[0] == 200
+        assert not is_gone(server, second["id"])
+
+
+async def test_only_the_newest_jobs_are_kept(start: Start) -> None:
+    async with start(keep_jobs=2) as server:
+        jobs = [await servable(server), await trained(server)]
+        await server.client.post(f"/finetune/{jobs[0]}/activate")  # which stays, however old it is
+        jobs += [await trained(server) for _ in range(3)]
+
+        async def kept() -> bool:
+            listed = (await server.client.get("/finetune")).json()["jobs"]
+            left = [not is_gone(server, job) for job in jobs]
+            return [job["id"] for job in listed] == [jobs[4], jobs[3], jobs[0]] and left == [
+                True,
+                False,
+                False,
+                True,
+                True,
+            ]
+
+        await eventually(kept, "the older jobs are gone")
+
+
+async def test_files_that_a_crash_left_of_a_deleted_job_go_at_the_next_start(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start() as server:
+        job = await trained(server)
+        monkeypatch.setattr(server.state.runner, "discard", lambda job_id: None)
+        assert (await remove(server, job))[0] == 200
+        assert not is_gone(server, job)
+    async with start() as server:
+        assert is_gone(server, job)
+
+
+async def test_metrics_of_a_job_without_a_step(start: Start) -> None:
+    async with start() as server:
+        running, waiting = await submit(server, "held"), await submit(server)
+        path = f"/finetune/{waiting['id']}/metrics"
+        assert (await server.client.get(path)).json() == {"metrics": []}
+        for asked in ({"params": {"format": "csv"}}, {"headers": {"accept": "text/csv"}}):
+            table = await server.client.get(path, **asked)  # type: ignore[arg-type]
+            assert (table.status_code, table.text) == (200, ",".join(FIRST) + "\n")
+            assert table.headers["content-disposition"] == f'attachment; filename="{waiting["id"]}.csv"'
+        assert (await server.client.get(path, params={"format": "xml"})).status_code == 422
+        assert (await server.client.get("/finetune/nothing/metrics", params={"format": "csv"})).status_code == 404
+        await wait_for_step(server, running["id"])
+        table = await server.client.get(f"/finetune/{running['id']}/metrics", params={"format": "csv"})
+        assert next(row["step"] for row in csv.DictReader(io.StringIO(table.text))) == "1"
+
+
+@pytest.mark.slow
+async def test_every_checkpoint_is_served_by_name_and_trained_on(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the real training process, of whose tokenizer's ids a fake engine is to know all."""
+    monkeypatch.setattr(fakes, "VOCABULARY", 320)
+    sizes = {"vocab_size": 320, "hidden_size": 64, "layers": 1, "heads": 1, "kv_heads": 1, "context": 128}
+    model = write_random_model(tmp_path / "random", ["a text to learn"], **sizes)
+    async with start(worker=WORKER, model=model) as server:
+        options: dict[str, Any] = {"max_steps": 3, "batch_size": 1, "save_every": 1, "keep_last": 3}
+        job = await submit(server, "a text to learn", **options)
+        await wait_for(server, job["id"], "succeeded")
+        listed = (await server.client.get(f"/finetune/{job['id']}/checkpoints")).json()["checkpoints"]
+        assert [point["step"] for point in listed] == [3, 2, 1]
+        name = listed[1]["model"]
+        served = (await server.client.post(f"/finetune/{job['id']}/activate", json={"step": 2})).json()["served"]
+        assert (served["source"], served["model"]) == (f"{job['id']}:ckpt-step-2", name)
+        directory = server.state.runner.dir_of(job["id"]) / "served" / "step-2"
+        assert (directory / "scales.safetensors").is_file()
+        assert "is being served" in (await remove(server, job["id"]))[1]
+        further = await submit(server, "a text to learn", model=listed[2]["model"], **options)
+        done = await wait_for(server, further["id"], "succeeded", "failed")
+        assert (done["status"], done["base_model"]) == ("succeeded", listed[2]["model"])
+        assert done["fine_tuned_model"].startswith("ft:random:org-local:")
+        loaded = await server.client.post("/models/early/load", json={"source": listed[2]["model"]})
+        assert loaded.json()["served"]["model"] == listed[2]["model"]
+    async with start(worker=WORKER, model=model) as server:
+        assert (await server.client.get("/models")).json()["served"]["model"] == name

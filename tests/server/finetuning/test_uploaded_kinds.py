@@ -1,0 +1,93 @@
+"""Uploads of every kind of data, and what is wrong with them, checked before a job is made."""
+
+import gzip
+import io
+import json
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import Server, Start
+from tests.server.finetuning.test_finetune import wait_for
+
+ROWS = [{"prompt": "red", "completion": " blue"}, {"prompt": "one", "completion": " two"}]
+
+
+def parquet(columns: dict[str, list[str]]) -> bytes:
+    pyarrow, writer = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    into = io.BytesIO()
+    writer.write_table(pyarrow.table(columns), into)
+    return into.getvalue()
+
+
+def contents() -> dict[str, bytes]:
+    csv = "prompt,completion\n" + "".join(f"{row['prompt']},{row['completion']}\n" for row in ROWS)
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+    return {
+        "rows.csv": csv.encode(), "rows.TSV": csv.replace(",", "\t").encode(), "rows.json": json.dumps(ROWS).encode(),
+        "rows.jsonl.gz": gzip.compress(lines), "rows.json.gz": gzip.compress(lines), "rows": lines,
+        "rows.parquet": parquet({name: [row[name] for row in ROWS] for name in ROWS[0]}),
+    }  # fmt: skip
+
+
+async def upload(server: Server, name: str, content: bytes) -> dict[str, Any]:
+    answer = await server.client.post("/v1/files", files={"file": (name, content)}, data={"purpose": "fine-tune"})
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", ["rows.csv", "rows.TSV", "rows.json", "rows.jsonl.gz", "rows.json.gz", "rows", "rows.parquet"]
+)
+async def test_every_kind_is_taken(name: str, start: Start) -> None:
+    given = contents()[name]
+    async with start() as server:
+        file = await upload(server, name, given)
+        report = (await server.client.post("/finetune/validate", json={"file_id": file["id"]})).json()
+        assert (report["ok"], report["data"]["rows"], report["bad_lines"]) == (True, 2, [])
+        job = (await server.client.post("/finetune", json={"file_id": file["id"]})).json()
+        assert (await wait_for(server, job["id"], "succeeded", "failed"))["status"] == "succeeded"
+        assert (await server.client.get(f"/v1/files/{file['id']}/content")).content == given
+    async with start() as server:  # whose start removes what no row names
+        assert (await server.client.get(f"/v1/files/{file['id']}/content")).status_code == 200
+        assert (await server.client.delete(f"/v1/files/{file['id']}")).json()["deleted"]
+        assert list((server.state.data_dir / "files").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("empty.csv", b"prompt,completion\n", "holds no examples"),
+        ("other.csv", b"question,answer\na,b\n", "has only ['answer', 'question']"),
+        ("wide.csv", b"text\na,b\n", "has more cells than the header"),
+        ("cut.json", b'[{"text": "a"}', "is not valid JSON"),
+        ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 100, mtime=0)[:30], "is no whole gzip file"),
+        ("no.parquet", b"PAR1 and no more", "is not a Parquet file that can be read"),
+        ("rows.parquet.gz", gzip.compress(b"PAR1", mtime=0), "is neither text"),
+    ],
+)
+async def test_what_cannot_be_read_is_said(name: str, content: bytes, why: str, start: Start) -> None:
+    async with start() as server:
+        file = await upload(server, name, content)
+        answer = await server.client.post("/finetune", json={"file_id": file["id"]})
+        assert (answer.status_code, why in answer.text) == (422, True), answer.text
+        assert str(server.state.data_dir) not in answer.text
+        assert (await server.client.get("/finetune")).json()["jobs"] == []
+
+
+async def test_parquet_with_other_columns(start: Start) -> None:
+    async with start() as server:
+        file = await upload(server, "rows.parquet", parquet({"question": ["a"], "answer": ["b"]}))
+        answer = await server.client.post("/finetune", json={"file_id": file["id"]})
+        assert (answer.status_code, "give one of `text`, `prompt` and `completion`" in answer.text) == (422, True)
+
+
+async def test_ten_megabytes_of_one_line_are_one_row_too_large(start: Start) -> None:
+    async with start() as server:
+        content = b'{"text": "' + b"a" * (10 << 20) + b'"}\n'
+        for name in ("rows.jsonl", "rows.csv"):
+            answer = await server.client.post(
+                "/v1/files", files={"file": (name, content)}, data={"purpose": "fine-tune"}
+            )
+            assert (answer.status_code, "Row 1 is larger" in answer.text) == (400, True)

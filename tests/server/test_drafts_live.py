@@ -1,0 +1,91 @@
+"""A draft model behind a real server: the same answers over HTTP, its share in /metrics, a sentence for a wrong one."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.drafts import LAYERS, write_drafts
+from tests.engine.tiny import write_model
+from tests.patience import PATIENCE
+from tests.server.process import ROOT, Process, serving
+
+PROMPTS = ["Once upon a time there was", "The scale of a tensor", "to be or not to be, to be or"]
+NAMES = ("drafts", "draft_tokens", "accepted_draft_tokens", "draft_model_tokens")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_drafts(tmp_path_factory.mktemp("drafts"))
+
+
+def options(home: Path, draft: str | None = None) -> dict[str, Any]:
+    more = {} if draft is None else {"draft_model": str(home / draft)}
+    return {"model": str(home / "model"), "data_dir": str(home / f"data-{draft}"), "recipe": "rowwise", **more}
+
+
+@pytest.fixture(scope="module")
+def plain(home: Path) -> Iterator[list[Any]]:
+    """The answers without drafts."""
+    with serving(home / "log", **options(home)) as server:
+        yield answers(server)
+        assert server.stop() == 0
+
+
+def answers(server: Process) -> list[Any]:
+    """Texts, tokens and log-probabilities: greedy and drawn, whole and streamed, several at once."""
+    ask: dict[str, Any] = {"max_tokens": 40, "logprobs": 2, "seed": 3, "ignore_eos": True, "prompt": PROMPTS}
+    found = []
+    for change in ({"temperature": 0}, {"temperature": 1}, {"temperature": 1, "n": 3}, {"stop": ["e", "\ufffd"]}):
+        answer = server.client.post("/v1/completions", json=ask | change)
+        assert answer.status_code == 200, answer.text
+        found.append(answer.json()["choices"])
+    streamed = server.client.post(
+        "/generate_stream",
+        json={"inputs": PROMPTS[0], "parameters": {"max_new_tokens": 40, "seed": 3, "temperature": 1.0}},
+    )
+    events = [json.loads(line[5:]) for line in streamed.text.splitlines() if line.startswith("data:")]
+    return [*found, [event["token"] for event in events]]
+
+
+@pytest.mark.parametrize("draft", ["same", "other"])
+def test_answers_are_the_same_and_what_drafts_did_is_counted(home: Path, plain: list[Any], draft: str) -> None:
+    with serving(home / f"log-{draft}", **options(home, draft)) as server:
+        assert answers(server) == plain
+        counted = {name: server.metric(f"fp8serve_{name}_total") for name in NAMES}
+        info = server.client.get("/info").json()["engine"]
+        assert server.stop() == 0
+    assert info["draft_model"]["name"] == draft
+    assert info["draft_model"]["step_cost"] >= 1 / LAYERS
+    assert counted["draft_tokens"] >= counted["drafts"] > 0
+    assert counted["draft_model_tokens"] >= counted["draft_tokens"]
+    if draft == "same":
+        assert counted["accepted_draft_tokens"] > counted["draft_tokens"] / 2
+    else:
+        assert counted["accepted_draft_tokens"] < counted["draft_tokens"]
+
+
+def refusal(home: Path, draft: Path) -> str:
+    """All that a server says which is started with such a draft model."""
+    given = ["--recipe", "rowwise", "--port", "0", "--data-dir", str(home / "refused"), "--draft-model", str(draft)]
+    command = [sys.executable, "-m", "fp8serve.cli", "serve", str(home / "model"), *given]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    return done.stderr
+
+
+def test_a_wrong_draft_model_is_one_sentence_before_weights_are_loaded(home: Path, tmp_path: Path) -> None:
+    words = write_model(tmp_path / "words") / "tokenizer.json"
+    words.write_text(words.read_text().replace('"</s>"', '"<end>"'))
+    (tmp_path / "words" / "model.safetensors").write_bytes(b"never read")
+    for directory, sentence in (
+        (tmp_path / "nowhere", "nowhere is not a directory"),
+        (tmp_path / "words", "has another vocabulary than"),
+    ):
+        (line,) = refusal(home, directory).splitlines()
+        assert line.startswith("fp8serve: ")
+        assert sentence in line

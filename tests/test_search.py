@@ -1,0 +1,78 @@
+"""Ten questions that users ask: the first hit of the site's search answers each, in a real browser.
+
+The site is built with the packages of `make docs`; without them, or without a browser, the tests are skipped.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import quote_plus
+
+import pytest
+
+from tests.patience import PATIENCE
+from tests.server.console.browser import MISSING, Browser, browsing, is_installed
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ROOT / "build/docs-packages"
+QUESTIONS = {
+    "How do I keep a layer in BF16?": "questions.html#how-do-i-keep-a-layer-in-bf16",
+    "What does margin do?": "questions.html#what-does-margin-do",
+    "Why is my answer different from transformers'?": "questions.html#why-is-my-answer-different-from-transformers",
+    "How do I add a Gemma-like architecture?": "questions.html#how-do-i-add-a-gemma-like-architecture",
+    "How do I fine-tune with LoRA?": "tutorials/lora.html",
+    "Which recipe should I choose?": "choosing-a-recipe.html",
+    "Can vLLM read a checkpoint?": "questions.html#can-vllm-read-a-checkpoint-that-fp8serve-writes",
+    "How do I resume an interrupted fine-tune?": "questions.html#how-do-i-resume-a-fine-tune",
+    "How do I limit the rate of requests?": "operating.html#rate-limits",
+    "Does it support speculative decoding?": "operating.html#speculative-decoding",
+}
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """A server of files that logs nothing."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of the built site."""
+    if not (PACKAGES / "complete").exists():
+        pytest.skip("Sphinx is not installed here: make docs")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "--quiet", "--doctree-dir", str(folder / "doctrees"), "docs"]
+    environment = os.environ | {"PYTHONPATH": str(PACKAGES)}
+    subprocess.run([*command, str(folder / "html")], cwd=ROOT, env=environment, timeout=PATIENCE, check=True)
+    handler = functools.partial(Quiet, directory=str(folder / "html"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser(site: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if not is_installed():
+        pytest.skip(MISSING)
+    with browsing(tmp_path_factory.mktemp("browser")) as made:
+        yield made
+
+
+@pytest.mark.slow  # builds the site
+@pytest.mark.browser
+@pytest.mark.parametrize(("question", "answer"), QUESTIONS.items())
+def test_the_first_hit_answers(question: str, answer: str, site: str, browser: Browser) -> None:
+    browser.open(f"{site}/search.html?q={quote_plus(question)}")
+    browser.until("/finished|did not match/.test(document.querySelector('#search-results').textContent)")
+    hits = browser.run(
+        """return [...document.querySelectorAll("#search-results ul.search > li > a")]
+        .map((hit) => hit.getAttribute("href"))"""
+    )
+    assert hits[0] == answer, hits[:5]

@@ -1,0 +1,442 @@
+"""Rewards: the published losses, importance ratios that are exactly 1, and runs that no reward can hang."""
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fp8serve.engine.engine import Engine
+from fp8serve.errors import DataError, JobError
+from fp8serve.fp8.own_linear import own_products
+from fp8serve.model.checkpoint import load_servable
+from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.train import checkpoint, state
+from fp8serve.train.batch import PackedBatch
+from fp8serve.train.config import TrainConfig
+from fp8serve.train.data import Row
+from fp8serve.train.methods.grpo import grading
+from fp8serve.train.methods.grpo.grading import Answer, FileGrader, UrlGrader
+from fp8serve.train.methods.grpo.loss import advantages, token_shares
+from fp8serve.train.methods.grpo.method import Graded, Group, Grpo
+from fp8serve.train.methods.grpo.prompts import prompt_of, read_prompts
+from fp8serve.train.methods.grpo.reader import GrpoReader
+from fp8serve.train.served_state import served_state
+from fp8serve.train.setup import prepare
+from fp8serve.train.trainer import Trainer
+from fp8serve.train.validate import validate
+from tests.patience import PATIENCE
+
+from .conftest import TEXTS, Configure, write_lines
+from .test_resume import assert_same_when_killed
+from .test_trainer import after, of_type
+
+LETTERS = "def reward(prompt, completion, row):\n    return completion.count(row['letter']) / (1 + len(completion))\n"
+APART = "sampling/sampling_logp_difference/mean"
+RATIO = "sampling/importance_sampling_ratio/mean"
+exact = pytest.mark.skipif(not own_products("cpu"), reason="the CPU kernels are not built")
+
+
+@pytest.fixture
+def grpo(configure: Configure, tmp_path: Path) -> Configure:
+    rows = write_lines(tmp_path / "prompts.jsonl", [{"prompt": t[:20], "letter": "e"} for t in TEXTS[:8]])
+    (tmp_path / "letters.py").write_text(LETTERS)
+
+    def make(**values: Any) -> TrainConfig:
+        small = {"batch_size": 2, "num_generations": 3, "seq_len": 32, "max_completion_length": 8, "max_steps": 4}
+        given = {"method": "grpo", "data": [str(rows)], **small, **values}
+        source = {} if "grader_url" in values else {"reward": str(tmp_path / "letters.py")}
+        return configure(**{**source, **given})
+
+    return make
+
+
+def metrics_of(config: TrainConfig) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = []
+    Trainer(config).run(events.append)
+    return of_type(events, "metrics")
+
+
+# -- the loss ----------------------------------------------------------------------------------------------------------
+
+
+def published(logits: Tensor, groups: Sequence[Group], config: TrainConfig) -> Tensor:
+    """The sum over all answers, a token at a time, in FP64, by the formulas of the papers."""
+    answers = [answer for group in groups for answer in group.answers]
+    total, place = torch.zeros((), dtype=torch.float64), 0
+    tokens = sum(len(answer.old) for answer in answers)
+    low, high, beta = config.epsilon, config.epsilon_high or config.epsilon, config.beta or 0.0
+    for answer in answers:
+        targets, losses = answer.row.ids[answer.row.loss], []
+        for token, old, reference in zip(targets, answer.old, answer.reference, strict=True):
+            log_prob = (logits[place].double() / config.temperature).log_softmax(-1)[int(token)]
+            ratio, apart = (log_prob - float(old)).exp(), float(reference) - log_prob
+            best = torch.minimum(ratio * answer.advantage, ratio.clamp(1 - low, 1 + high) * answer.advantage)
+            losses.append(-best + beta * (apart.exp() - apart - 1))
+            place += 1
+        by = {"grpo": len(losses), "dapo": tokens / len(answers), "dr_grpo": config.max_completion_length or 1}
+        total = total + torch.stack(losses).sum() / by[config.loss_type or "dapo"]
+    return total
+
+
+def made_up(config: TrainConfig) -> list[Group]:
+    """Two groups of answers of different lengths."""
+    chance = np.random.default_rng(0)
+    lengths = [3, 8, 5, 1, 6, 4]
+    shares = token_shares(lengths, config.loss_type or "dapo", config.max_completion_length or 1)  # type: ignore[arg-type]
+    rewards = torch.tensor([[0.0, 1.0, 0.5], [1.0, 1.0, 0.25]], dtype=torch.float64)
+    found = []
+    for n, share, reward, advantage in zip(
+        lengths,
+        shares,
+        rewards.flatten().tolist(),
+        advantages(rewards, config.scale_rewards).flatten().tolist(),
+        strict=True,
+    ):
+        row = Row(chance.integers(0, 320, n + 4).astype(np.int32), np.arange(n + 4) >= 4)
+        old, reference = (-chance.random(n).astype(np.float32) * 6 for _ in range(2))
+        found.append(Graded(row, old, False, reward, advantage, share, 6 / 27, old, reference))
+    return [Group(tuple(found[:3])), Group(tuple(found[3:]))]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"loss_type": "grpo", "beta": 0.3},
+        {"loss_type": "dr_grpo", "scale_rewards": "none", "epsilon_high": 0.5},
+        {"temperature": 0.7, "beta": 0.1, "scale_rewards": "batch"},
+    ],
+    ids=str,
+)
+def test_losses_and_gradients_are_the_published_ones(grpo: Configure, options: dict[str, Any]) -> None:
+    config = grpo(**options)
+    groups = made_up(config)
+    torch.manual_seed(0)
+    logits = (4 * torch.randn(27, 320)).requires_grad_()
+
+    def answer(batch: PackedBatch) -> Tensor:
+        return logits
+
+    loss, reward, *_ = Grpo(config).sums(answer, groups)
+    expected = published(logits, groups, config)
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    (ours,), (theirs,) = (torch.autograd.grad(each, logits) for each in (loss, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7)
+    assert float(reward) == 3.75
+    assert Grpo(config).weight(groups) == 6
+
+
+def test_advantages() -> None:
+    rewards = torch.tensor([[0.0, 1.0], [2.0, 2.0]], dtype=torch.float64)
+    within, across = 0.5**0.5 + 1e-4, float(rewards.std()) + 1e-4
+    for scale, divisor in {"group": within, "batch": across, "none": 1.0}.items():
+        found = advantages(rewards, scale)  # type: ignore[arg-type]
+        assert found.tolist() == [[pytest.approx(-0.5 / divisor), pytest.approx(0.5 / divisor)], [0, 0]]
+
+
+# -- a run -------------------------------------------------------------------------------------------------------------
+
+
+def test_it_learns_what_is_rewarded(grpo: Configure) -> None:
+    found = metrics_of(grpo(max_steps=24, batch_size=4, num_generations=8, lr=1e-2))
+    first, last = (sum(m["reward"] for m in part) / 4 for part in (found[:4], found[-4:]))
+    assert last > 1.5 * first
+    assert "reward=" in found[-1]["message"]
+
+
+@exact
+@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+def test_a_hundred_steps_of_ratios_that_are_one(grpo: Configure, recipe: str) -> None:
+    """The first update of each step compares the trainer's log-probabilities with those that the engine drew by."""
+    found = metrics_of(grpo(recipe=recipe, max_steps=100, num_generations=2, max_completion_length=4, lr=3e-3))
+    assert len(found) == 100
+    assert {m[APART] for m in found} == {0.0}
+    assert all(m[RATIO] == pytest.approx(1, abs=1e-12) for m in found)
+    assert len({m["grad_norm"] for m in found}) > 50  # it moved
+
+
+@exact
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"recipe": "rowwise"},
+        {"recipe": "block"},
+        {"recipe": "delayed", "accumulate": 3, "batch_size": 1, "num_iterations": 2, "beta": 0.1},
+        {"recipe": "delayed", "master_weights": "optimizer"},
+        {"recipe": "delayed", "temperature": 0.7, "num_iterations": 2},
+        {"recipe": "delayed", "recipe_options": {"override_linear_precision": [False, True, True]}},
+        {"recipe": "bf16", "lora_rank": 4, "lr": 1e-2, "beta": 0.1},
+        {"recipe": "rowwise", "lora_rank": 4, "lr": 1e-2, "dora": True},
+    ],
+    ids=str,
+)
+def test_ratios_are_one_whatever_the_recipe(grpo: Configure, options: dict[str, Any]) -> None:
+    found = metrics_of(grpo(**{"max_steps": 5, "lr": 3e-3, **options}))
+    assert {m[APART] for m in found} == {0.0}
+    assert all(m[RATIO] == pytest.approx(1, abs=1e-12) for m in found)
+    if "beta" in options:
+        assert all(m["kl"] >= 0 for m in found)
+        assert (found[0]["kl"] == 0) is (options.get("num_iterations", 1) == 1)  # else it has moved by then
+        assert found[-1]["kl"] > 0
+
+
+def test_a_scale_that_follows_the_batch_says_so(grpo: Configure) -> None:
+    events: list[dict[str, Any]] = []
+    Trainer(grpo(recipe="current", max_steps=2)).run(events.append)
+    assert any(e.get("code") == "log_probs_differ" for e in events)
+    assert all(m[RATIO] == pytest.approx(1, abs=0.1) for m in of_type(events, "metrics"))
+
+
+@exact
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "rowwise", "block"])
+def test_the_served_state_is_what_an_export_holds(grpo: Configure, recipe: str) -> None:
+    config = grpo(recipe=recipe, max_steps=3)
+    result = Trainer(config).run()
+    now = prepare(config, Path(str(result.checkpoint)), lambda event: None)
+    state.restore(now.forward, now.optimizer, checkpoint.read_checkpoint(Path(str(result.checkpoint))))
+    how: Any = "bf16" if recipe == "bf16" else "stored"
+    expected = load_servable(str(result.model), how).state_dict()
+    found = served_state(now.forward)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype is tensor.dtype
+        assert found[name].shape == tensor.shape or tensor.numel() == 1
+        assert torch.equal(found[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)), name
+    engine = Engine(config.model if recipe == "bf16" else str(result.model), recipe=how)
+    engine.load_weights(found)
+
+
+@pytest.mark.parametrize("masters", ["model", "optimizer"])
+def test_a_served_model_shares_nothing_with_the_run(grpo: Configure, model_dir: Path, masters: str) -> None:
+    now = prepare(grpo(recipe="rowwise", master_weights=masters), model_dir, lambda event: None)
+    own = {tensor.data_ptr() for tensor in now.forward.network.state_dict().values()}
+    assert not own & {tensor.data_ptr() for tensor in served_state(now.forward).values()}
+
+
+@pytest.mark.parametrize("options", [{"beta": 0.1, "num_iterations": 2}, {"lora_rank": 4, "recipe": "bf16"}], ids=str)
+def test_killed_and_resumed_is_the_same_directory(tmp_path: Path, grpo: Configure, options: dict[str, Any]) -> None:
+    names = ["model/training.json", "checkpoints/step-6/manifest.json"]
+    names += ["reference.safetensors"] if "beta" in options and "lora_rank" not in options else []
+    assert_same_when_killed(tmp_path, grpo, names, max_steps=6, **options)
+
+
+def test_a_run_whose_reference_is_gone(grpo: Configure, tmp_path: Path) -> None:
+    Trainer(grpo(beta=0.1, save_every=1)).run(stop=after(2))
+    (tmp_path / "out" / "reference.safetensors").unlink()
+    with pytest.raises(JobError, match="is gone, the model that the run began with"):
+        Trainer(grpo(beta=0.1, save_every=1)).run()
+
+
+def test_other_columns_are_another_job(grpo: Configure, tmp_path: Path) -> None:
+    Trainer(grpo(max_steps=1)).run()
+    write_lines(tmp_path / "prompts.jsonl", [{"prompt": t[:20], "letter": "a"} for t in TEXTS[:8]])
+    with pytest.raises(JobError, match="training data differ"):
+        Trainer(grpo(max_steps=2)).run()
+
+
+# -- rewards -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("def reward(", "cannot be used: SyntaxError"),
+        ("import no_such_module", "cannot be used: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("x = 1", "cannot be used: TypeError: it has no function `reward"),
+        ("import os; os._exit(3)", "ended when it was imported (exit status 3)"),
+        ("def reward(p, c, r): return r['nothing']", "failed on an answer to {data}:1: KeyError: 'nothing'"),
+        ("def reward(p, c): return 1", "failed on an answer to {data}:1: TypeError: reward() takes 2"),
+        ("def reward(p, c, r): return 'good'", "failed on an answer to {data}:1: ValueError: could not convert"),
+        ("def reward(p, c, r): return float('nan')", "gave nan for an answer to {data}:1; a reward is a finite number"),
+        ("def reward(p, c, r): raise SystemExit(0)", "failed on an answer to {data}:1: SystemExit: 0"),
+        ("import os\ndef reward(p, c, r): os._exit(0)", "ended on an answer to {data}:1 (exit status 0)"),
+        ("import os\ndef reward(p, c, r): os.kill(os.getpid(), 9)", "ended on an answer to {data}:1 (exit status -9)"),
+    ],
+)
+def test_a_reward_that_fails_is_one_sentence(grpo: Configure, tmp_path: Path, code: str, said: str) -> None:
+    (tmp_path / "bad.py").write_text(code)
+    one = write_lines(tmp_path / "one.jsonl", [{"prompt": TEXTS[0][:20]}])
+    with pytest.raises(JobError) as caught:
+        Trainer(grpo(reward=str(tmp_path / "bad.py"), data=[str(one)])).run()
+    assert said.format(data=one) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_reward_that_hangs(tmp_path: Path) -> None:
+    """Its process, which takes no notice of signals that could be caught, is gone."""
+    file = tmp_path / "hangs.py"
+    file.write_text("import signal, time\nsignal.signal(15, signal.SIG_IGN)\ndef reward(p, c, r): time.sleep(1e6)")
+    grader = FileGrader(file, PATIENCE)
+    grader.seconds = 0.2  # the import may take longer on a busy machine
+    with pytest.raises(JobError, match=r"took more than 0\.2 seconds on an answer to x:1"):
+        grader.rewards([Answer("a", "b", {}, "x:1")])
+    assert grader.exit_status == -9
+
+
+def test_what_a_reward_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its output is not an answer, and it imports modules beside it."""
+    (tmp_path / "beside.py").write_text("FACTOR = 2")
+    file = tmp_path / "told.py"
+    file.write_text(
+        "from beside import FACTOR\nprint('hello')\n"
+        "def reward(prompt, completion, row):\n"
+        "    print(prompt)\n    return FACTOR * len(completion) + row['more'] + len(prompt)\n"
+    )
+    grader = FileGrader(file, 60)
+    messages = [{"role": "user", "content": "é\n\u2028"}]
+    asked = [Answer("a", "bc", {"more": 1}, "x:1"), Answer(messages, "", {"more": 0.5}, "x:2")]
+    assert grader.rewards(asked) == [6.0, 1.5]
+    grader.close()
+    assert grader.exit_status is not None
+    assert "hello" in capfd.readouterr().err
+    with pytest.raises(JobError, match="There is no reward file"):
+        FileGrader(tmp_path / "none.py", 1)
+
+
+class _Grader(BaseHTTPRequestHandler):
+    """By path: a grader that is well, or ill in one way."""
+
+    failures: ClassVar = itertools.count()
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["answers"]
+        rewards = [float(len(one["completion"])) for one in asked]
+        flaky = 200 if next(self.failures) else 503
+        status = {"/moved": 307, "/refuses": 404, "/fails": 500, "/flaky": flaky}.get(self.path, 200)
+        body = {"/fewer": {"rewards": rewards[:-1]}, "/words": {"rewards": ["good"] * len(asked)}, "/list": rewards}
+        said = json.dumps(body.get(self.path, {"rewards": rewards})).encode()
+        said = b"<html>" if self.path == "/html" else said
+        self.send_response(status)
+        self.send_header("Location", "/grade")
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+    def log_message(self, *_: Any) -> None:
+        """Says nothing."""
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), _Grader)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+ASKED = [Answer("a", "b" * n, {}, f"x:{n}") for n in range(3)]
+
+
+@pytest.mark.parametrize("path", ["grade", "flaky"])
+def test_an_address_gives_rewards(address: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grading, "PAUSE", 0.0)
+    monkeypatch.setattr(_Grader, "failures", itertools.count())
+    assert UrlGrader(f"{address}/{path}", 60).rewards(ASKED) == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("moved", "could not be asked: it answered with status 307"),
+        ("refuses", "could not be asked: it answered with status 404"),
+        ("fails", "could not be asked: it answered with status 500"),
+        ("fewer", "gave 2 rewards for 3 answers"),
+        ("words", "gave 'good' for an answer to x:0; a reward is a finite number"),
+        ("html", "did not answer with JSON such as"),
+        ("list", "did not answer with JSON such as"),
+    ],
+)
+def test_an_address_that_is_ill(address: str, path: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grading, "PAUSE", 0.0)
+    with pytest.raises(JobError) as caught:
+        UrlGrader(f"{address}/{path}", 60).rewards(ASKED)
+    assert said in str(caught.value)
+
+
+def test_an_address_where_nobody_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grading, "PAUSE", 0.0)
+    with pytest.raises(JobError, match="could not be asked"):
+        UrlGrader("http://127.0.0.1:1/grade", 60).rewards(ASKED)
+
+
+def test_a_run_by_an_address(grpo: Configure, address: str) -> None:
+    found = metrics_of(grpo(grader_url=f"{address}/grade", max_steps=2))
+    assert all(m["reward"] > 0 for m in found)
+
+
+# -- data and options --------------------------------------------------------------------------------------------------
+
+USER, ANSWER = {"role": "user", "content": "red or blue?"}, {"role": "assistant", "content": "blue"}
+
+
+def test_one_conversation_in_every_form(model_dir: Path) -> None:
+    tokenizer = Tokenizer.from_dir(model_dir)
+    forms = [{"prompt": [USER]}, {"messages": [USER], "answer": 3}, {"prompt": json.dumps([USER])}]
+    examples = [prompt_of(form, "x:1") for form in forms[:2]]
+    (one, other), counts = GrpoReader(8).items(examples, tokenizer, 64)
+    assert one.row.ids.tolist() == other.row.ids.tolist() == tokenizer.encode_chat([dict(USER)])
+    assert not one.row.loss.any()
+    assert (counts.rows, counts.trainable_tokens) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"text": "a"}, "x:1 has only ['text']; give one of `prompt` and `messages`."),
+        ({"prompt": "a", "messages": [USER]}, "x:1 has both `prompt` and `messages`"),
+        ({"prompt": ""}, "x:1: `prompt` is empty."),
+        ({"prompt": []}, "x:1: `prompt` is not a list of messages"),
+        ({"prompt": 3}, "x:1: `prompt` is not a list of messages"),
+        ({"prompt": [USER, ANSWER]}, "`prompt` ends with the assistant's answer, which the model is to write itself"),
+        ({"messages": [{"role": "user"}]}, "x:1: message 0 has no text"),
+        ("[1]", "x:1 is a JSON list where an object was expected"),
+    ],
+)
+def test_a_bad_row_is_one_sentence_with_its_line(row: Any, said: str) -> None:
+    with pytest.raises(DataError) as caught:
+        prompt_of(row, "x:1")
+    assert said in str(caught.value)
+
+
+def test_a_dry_run_lists_bad_rows_and_drops_prompts_without_room(grpo: Configure, tmp_path: Path) -> None:
+    rows = [{"prompt": TEXTS[0][:20]}, {"text": "a"}, {"prompt": TEXTS[1] * 9}]
+    report = validate(grpo(data=[str(write_lines(tmp_path / "d.jsonl", rows))]))
+    assert [bad["line"] for bad in report.bad_lines] == [2]
+    assert (report.data.rows, report.data.dropped_rows) == (1, 1)
+    prose = tmp_path / "prose.txt"
+    prose.write_text("Nobody asks this.")
+    with pytest.raises(DataError, match="is prose, which asks nothing"):
+        read_prompts(prose)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"method": "sft", "num_generations": 4}, "num_generations is an option of the method grpo; give method grpo"),
+        ({"method": "sft", "beta": 0.1}, "beta is an option of the method dpo or grpo"),
+        ({"reward": None}, "wants rewards from one place: give either reward"),
+        ({"grader_url": "http://x/y", "reward": "x.py"}, "wants rewards from one place"),
+        ({"grader_url": "file:///etc/passwd"}, "grader_url must be an address such as"),
+        ({"loss_type": "ipo"}, "The method grpo has the losses dapo, grpo, dr_grpo, and not ipo"),
+        ({"label_smoothing": 0.1}, "label_smoothing is an option of the method dpo"),
+        ({"max_completion_length": 32}, "leaves no token of seq_len (32) for the prompt"),
+        ({"eval_data": ["x.jsonl"]}, "eval_data is compared by its loss"),
+        ({"packing": "tokens"}, "packing fills a microbatch with rows of known length"),
+        ({"lora_rank": 4, "lora_dropout": 0.1, "recipe": "bf16"}, "lora_dropout would train another policy"),
+        ({"num_generations": 1}, "num_generations must be greater than or equal to 2"),
+        ({"epsilon": 1.0}, "epsilon must be less than 1"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(grpo: Configure, values: dict[str, Any], said: str) -> None:
+    with pytest.raises(JobError) as caught:
+        grpo(**values)
+    assert said in str(caught.value)

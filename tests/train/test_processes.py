@@ -1,0 +1,295 @@
+"""Several processes take the steps of a run together: the bytes of one process, whatever ends any of them."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp8serve.errors import JobError
+from fp8serve.ranks import Ranks
+from fp8serve.server.finetuning.job_runner import WORKER, worker_command
+from fp8serve.train import job_process
+from fp8serve.train.config import TrainConfig
+from fp8serve.train.exchange import Exchange
+from fp8serve.train.job_process import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
+from fp8serve.train.trainer import Trainer
+from tests.fp8.distributed.ranks import on_ranks
+from tests.patience import PATIENCE, until
+
+from . import spoiled
+from .conftest import TEXTS, Configure, write_lines
+from .test_job_process import events, finish, make_job, start
+from .test_resume import TIMES, every_file
+from .test_trainer import after
+
+pytestmark = pytest.mark.distributed
+
+SHARED: dict[str, Any] = {"accumulate": 4, "batch_size": 2, "max_steps": 4, "template_date": "2026-01-31"}
+CASES: dict[str, dict[str, Any]] = {
+    "delayed": {},
+    "bf16": {"recipe": "bf16"},
+    "current": {"recipe": "current"},
+    "rowwise, masters in the optimizer": {"recipe": "rowwise", "master_weights": "optimizer"},
+    "most recent, in FP8 attention": {"recipe_options": {"amax_compute_algo": "most_recent", "fp8_dpa": True}},
+    "reduce_amax off": {"recipe_options": {"reduce_amax": False}},
+    "adapter with dropout": {"lora_rank": 4, "lora_dropout": 0.5, "amax_history_len": None, "recipe": "rowwise"},
+}
+
+
+def _train(rank: int, world: int, config: str, stop_after: int | None) -> list[str]:
+    told: list[str] = []
+    stop = after(stop_after) if stop_after is not None and rank == world - 1 else lambda: False
+    Trainer(TrainConfig.from_json(config), Ranks(rank, world)).run(lambda e: told.append(e["type"]), stop)
+    return told
+
+
+def by_processes(world: int, config: TrainConfig, stop_after: int | None = None) -> list[list[str]]:
+    """What each was told, after a run in `config.out`."""
+    return on_ranks(world, _train, world, config.to_json(), stop_after)
+
+
+def trained(out: Path) -> dict[str, str]:
+    """SHA-256 of every file that does not say where the run was."""
+    return {n: h for n, h in every_file(out).items() if not n.endswith(("manifest.json", "trainer.json", "run.lock"))}
+
+
+def metrics_of(out: Path) -> Any:
+    """The last checkpoint's record of the run: its numbers and its position."""
+    newest = max((out / "checkpoints").iterdir(), key=lambda path: int(path.name.removeprefix("step-")))
+    return json.loads((newest / "trainer.json").read_text())["progress"]
+
+
+def test_gradients_are_added_in_the_order_of_the_microbatches() -> None:
+    """1e8 + 1 - 1e8 + 3 is 3 in FP32, and 4 in other orders. What no rank has is None, and -0.0 keeps its sign."""
+    assert on_ranks(2, _exchanged) == [[3.0, True, True]] * 2
+
+
+def _exchanged(rank: int) -> list[Any]:
+    parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 2, 1)]
+    exchange = Exchange(parameters, Ranks(rank, 2))
+    for values in ([1e8, 1.0], [-1e8, 3.0], [-0.0, None]):
+        if (value := values[rank]) is not None:
+            parameters[0].grad = torch.full((3,), value)
+            parameters[2].grad = torch.full((1,), -0.0)
+        exchange.round()
+    exchange.finish()
+    summed, never, zero = (parameter.grad for parameter in parameters)
+    assert summed is not None
+    assert zero is not None
+    return [summed[2].item(), never is None, bool(zero.signbit())]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_and_four_processes_train_the_bytes_of_one(
+    case: str, configure: Configure, tmp_path: Path, fp8_dir: Path, data: Path
+) -> None:
+    """The last step of an epoch has three microbatches, which no number of processes here divides."""
+    options: dict[str, Any] = {**SHARED, "eval_data": [str(data)], "eval_every": 2, "save_every": 2, **CASES[case]}
+    model = {"model": str(fp8_dir)} if case == "reduce_amax off" else {}
+    told = {n: by_processes(n, configure(**options, **model, out=str(tmp_path / str(n)))) for n in (1, 2, 4)}
+    assert told[1][0] == told[2][0] == told[4][0]
+    assert [one for several in told.values() for one in several[1:]] == [[]] * 4
+    one, two, four = (tmp_path / str(n) for n in told)
+    assert "model/training.json" in trained(one)
+    assert trained(one) == trained(two) == trained(four)
+    assert metrics_of(one) == metrics_of(two) == metrics_of(four)
+
+
+def test_pairs_get_their_reference_from_all_processes(configure: Configure, tmp_path: Path) -> None:
+    pairs = [{"prompt": t[:20], "chosen": t[20:40], "rejected": t[40:60]} for t in TEXTS[:9]]
+    options = {**SHARED, "method": "dpo", "data": [str(write_lines(tmp_path / "pairs.jsonl", pairs))]}
+    for n in (1, 2):
+        by_processes(n, configure(**options, out=str(tmp_path / str(n))))
+    assert any(name.endswith("method.safetensors") for name in trained(tmp_path / "1"))
+    assert trained(tmp_path / "1") == trained(tmp_path / "2")
+
+
+def test_a_job_goes_from_two_processes_to_four_to_one(configure: Configure, tmp_path: Path) -> None:
+    options = {**SHARED, "max_steps": 6}
+    by_processes(1, configure(**options, out=str(tmp_path / "through")))
+    config = configure(**options, out=str(tmp_path / "changing"))
+    for world, stop_after in ((2, 2), (4, 2), (1, None)):
+        by_processes(world, config, stop_after)
+    last = [
+        {n: h for n, h in trained(tmp_path / run).items() if "step-6" in n or "model/" in n}
+        for run in ("through", "changing")
+    ]
+    assert last[0] == last[1]
+
+
+def test_more_processes_than_microbatches_are_refused(configure: Configure) -> None:
+    config = configure(accumulate=2)
+    with pytest.raises(JobError, match=r"3 processes divide the microbatches of a step, and it has 2 \(accumulate\)"):
+        Trainer(config, Ranks(0, 3)).run()
+    assert not Path(config.out).exists()
+
+
+def in_group(job: Path, count: int = 2) -> "subprocess.Popen[str]":
+    return start(job, "-m", "fp8serve.train.job_process", "--procs", str(count), str(job))
+
+
+def metrics_in(job: Path) -> list[dict[str, Any]]:
+    path = job / "events.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [e for e in (json.loads(line) for line in lines if line.endswith("\n")) if e["type"] == "metrics"]
+
+
+def test_a_signal_stops_the_group_at_a_checkpoint(tmp_path: Path, configure: Configure) -> None:
+    job = make_job(tmp_path / "job", configure, **{**SHARED, "max_steps": 100_000}, save_every=None)
+    process = in_group(job)
+    until(lambda: metrics_in(job) or process.poll() is not None)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, out, err) == (EXIT_STOPPED, "", "")
+    assert events(job)[-1]["code"] == "stopped"
+    assert not (job / "result.json").exists()
+
+
+def test_a_broken_input_is_told_once_and_the_group_does_not_start_again(tmp_path: Path, configure: Configure) -> None:
+    job = make_job(tmp_path / "job", configure, **SHARED, eval_data=["/no/such/file"])
+    process = in_group(job)
+    assert process.communicate(timeout=PATIENCE) == ("", "")
+    assert process.returncode == EXIT_FAILED
+    assert [e["level"] for e in events(job)].count("error") == 1
+    assert "/no/such/file does not exist" in events(job)[-1]["message"]
+
+
+def test_the_ranks_die_with_the_process_that_started_them(tmp_path: Path, configure: Configure) -> None:
+    job = make_job(tmp_path / "job", configure, **{**SHARED, "max_steps": 100_000}, save_every=1)
+    process = in_group(job)
+    until(lambda: len(metrics_in(job)) > 2)
+    ranks = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    assert len(ranks) == 2
+    process.kill()
+    process.communicate(timeout=PATIENCE)
+    until(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() and is_rank(pid) for pid in ranks))
+    again = in_group(job)  # it finds both locks free
+    steps = len(metrics_in(job))
+    until(lambda: len(metrics_in(job)) > steps or again.poll() is not None)
+    again.send_signal(signal.SIGTERM)
+    again.communicate(timeout=PATIENCE)
+    assert again.returncode == EXIT_STOPPED
+
+
+def is_rank(pid: int) -> bool:
+    """Whether it still runs: the command line of one that has ended is empty."""
+    try:
+        return b"fp8serve.train.group" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return False
+
+
+def run_whole(tmp_path: Path, configure: Configure, **options: Any) -> tuple[Path, Path]:
+    """A directory that one process has made undisturbed, and the same job, not yet begun, at the same place."""
+    job = make_job(tmp_path / "job", configure, **SHARED | options)
+    described = (job / "job.json").read_bytes()
+    process = start(job)
+    process.communicate(timeout=PATIENCE)
+    assert process.returncode == EXIT_DONE
+    job.rename(tmp_path / "whole")
+    job.mkdir()
+    (job / "job.json").write_bytes(described)
+    return tmp_path / "whole", job
+
+
+def assert_same(whole: Path, killed: Path) -> None:
+    one, two = every_file(whole), every_file(killed)
+    assert {name for name in one.keys() | two.keys() if one.get(name) != two.get(name)} <= TIMES | {"worker.lock"}
+
+
+@pytest.mark.slow
+def test_processes_killed_at_random_write_the_directory_of_one(tmp_path: Path, configure: Configure) -> None:
+    """Now a rank, which the group survives, now the process that holds it together."""
+    whole, job = run_whole(tmp_path, configure, max_steps=12, save_every=2, keep_last=2)
+    assert finish(job, "group", "5") >= 2
+    assert_same(whole, job)
+    losses = [[(e["step"], e["train_loss"]) for e in metrics_in(directory)] for directory in (whole, job)]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("first", [1, 2, 3, 4])
+def test_rank_0_killed_at_every_fsync_and_rename_writes_the_same_directory(
+    tmp_path: Path, configure: Configure, first: int
+) -> None:
+    """A quarter of the points each; the group starts again by itself."""
+    whole, job = run_whole(tmp_path, configure, max_steps=2, save_every=1)
+    assert finish(job, "group-points", str(first), "4", str(whole)) >= 10
+
+
+def test_torchrun_starts_the_command(tmp_path: Path, model_dir: Path, data: Path) -> None:
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "fp8serve",
+    ]
+    options = ["--data", str(data), "--out", str(tmp_path / "out"), "--batch-size", "2", "--seq-len", "64", "--json"]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        command = [*launcher, "finetune", str(model_dir), *options, "--max-steps", "2", *more]
+        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment)
+
+    done = run("--accumulate", "2")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["status"] == "succeeded"  # one of them speaks
+    refused = run("--accumulate", "1")
+    assert refused.returncode == 1
+    assert refused.stderr.count("2 processes divide the microbatches of a step") == 1, refused.stderr
+
+
+def test_a_job_has_no_more_processes_than_a_step_has_microbatches(tmp_path: Path, configure: Configure) -> None:
+    job = make_job(tmp_path / "job", configure, **SHARED)
+    described = json.loads((job / "job.json").read_text())
+    assert [job_process.processes(job, most) for most in (1, 3, 9)] == [1, 3, 4]
+    for change in ({"accumulate": 1}, {"lr": -1}):
+        (job / "job.json").write_text(json.dumps({**described, **change}))
+        assert job_process.processes(job, 9) == 1
+    assert worker_command(1) == WORKER
+    assert worker_command(3) == (*WORKER, "--procs", "3")
+
+
+def test_answers_are_drawn_in_one_process(configure: Configure) -> None:
+    config = dataclasses.replace(configure(accumulate=4), method="grpo", reward="reward.py")
+    with pytest.raises(JobError, match="grpo draws its answers in one process; ask for one, and not 2"):
+        Trainer(config, Ranks(0, 2)).run()
+
+
+@pytest.mark.parametrize("arguments", [["--procs", "0"], ["--procs", "two"], ["--threads", "2"], ["--procs"]])
+def test_wrong_usage_of_processes(job_directory: Path, arguments: list[str]) -> None:
+    assert job_process.main([*arguments, str(job_directory)]) == EXIT_USAGE
+
+
+@pytest.fixture
+def job_directory(tmp_path: Path, configure: Configure) -> Path:
+    return make_job(tmp_path / "job", configure)
+
+
+def _train_spoiled(rank: int, world: int, config: str) -> list[str]:
+    spoiled.spoil()
+    return _train(rank, world, config, None)
+
+
+def test_a_run_of_two_that_diverges_goes_back_as_one_process_does(configure: Configure, tmp_path: Path) -> None:
+    told = []
+    for world in (1, 2):
+        going_back = {"on_divergence": "return", "save_every": 2, "max_steps": 10, "out": str(tmp_path / str(world))}
+        config = configure(**{**SHARED, "accumulate": 2, **going_back})
+        told.append(on_ranks(world, _train_spoiled, world, config.to_json()))
+    assert told[1] == [told[0][0], []]
+    one, two = (trained(tmp_path / name) for name in ("1", "2"))
+    assert one == two
+    assert metrics_of(tmp_path / "2")["returns"] == 2

@@ -1,0 +1,63 @@
+"""The series of a run: its table, its curves, and the log in which a run keeps it."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from fp8serve.errors import JobError
+from fp8serve.train.event_log import EVENTS, logged
+from fp8serve.train.series import FIRST, as_csv, curves, of_run
+
+ROWS = [
+    {"step": 1, "total_steps": 2, "train_loss": 2.5, "learning_rate": 1e-5, "rewards/chosen": -0.25},
+    {"step": 2, "total_steps": 2, "train_loss": None, "learning_rate": 0.0, "valid_loss": 2.25},
+]
+
+
+def test_a_table_has_every_metric_and_an_empty_cell_for_what_is_no_number() -> None:
+    found = list(csv.DictReader(io.StringIO(as_csv(ROWS))))
+    assert list(found[0]) == [*FIRST, "rewards/chosen"]
+    assert [float(row["learning_rate"]) for row in found] == [1e-5, 0.0]
+    assert [(row["step"], row["train_loss"], row["valid_loss"]) for row in found] == [
+        ("1", "2.5", ""),
+        ("2", "", "2.25"),
+    ]
+    assert found[0]["rewards/chosen"] == "-0.25"
+
+
+def test_a_table_of_nothing_is_its_header() -> None:
+    assert as_csv([]) == ",".join(FIRST) + "\n"
+
+
+def test_curves_leave_out_what_was_not_finite_and_what_was_never_measured() -> None:
+    assert curves(ROWS) == {"training": [(1, 2.5)], "validation": [(2, 2.25)]}
+    assert curves(ROWS, ["rewards/chosen"]) == {"rewards/chosen": [(1, -0.25)]}
+    with pytest.raises(JobError, match=r"No step has reported reward; there are .*rewards/chosen.*valid_loss\."):
+        curves(ROWS, ["reward"])
+    with pytest.raises(JobError, match="No step has been reported yet"):
+        curves([])
+
+
+def test_the_log_of_a_run_is_read_while_it_is_written(tmp_path: Path) -> None:
+    with logged(tmp_path / EVENTS) as log:
+        assert not (tmp_path / EVENTS).exists()  # before the run's lock is held, nothing is touched
+        log({"type": "message", "level": "info", "message": "data"})
+        log({"type": "metrics", "level": "info", "message": "Step 1", **ROWS[0]})
+    with (tmp_path / EVENTS).open("a") as file:
+        file.write('{"type": "metr')
+    assert of_run(tmp_path) == ROWS[:1]
+    with logged(tmp_path / EVENTS) as log:  # the cut line goes, and a step is logged once
+        for row in ROWS:
+            log({"type": "metrics", "level": "info", "message": "Step", **row})
+    assert of_run(tmp_path) == ROWS
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe\n", b"[1]\n", json.dumps({"step": 1}).encode() + b"\n"])
+def test_what_is_no_log_is_said(content: bytes | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / EVENTS).write_bytes(content)
+    with pytest.raises(JobError, match=r"events\.jsonl cannot be read as the log of a run"):
+        of_run(tmp_path)
