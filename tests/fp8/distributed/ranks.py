@@ -1,10 +1,12 @@
 """Runs a function on several gloo processes, and records what it sends.
 
-The processes are forked, so that they need not import torch again, and meet in a file. A rank that fails or hangs fails
-the test: collectives give up after PATIENCE, and the processes are killed soon after.
+The processes are forked from a server that has imported torch and runs no threads: a fork of the tests' own process, in
+which others have left some, may crash. They meet in a file. A rank that fails or hangs fails the test: collectives give
+up after PATIENCE, and the processes are killed soon after.
 """
 
 import faulthandler
+import multiprocessing
 import os
 import tempfile
 import time
@@ -22,26 +24,31 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fp8serve.fp8.session import Session, common
+import fp8serve.fp8.distributed  # noqa: F401
 from tests.patience import PATIENCE
+
+IMPORTED = ["pytest", "torch.distributed.fsdp", "torch._dynamo", "torch._inductor", __name__]  # once, in the server
+multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED)
 
 
 def _entry(rank: int, world: int, folder: str, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    faulthandler.enable(Path(f"{folder}/{rank}.fault").open("w", encoding="utf-8"))
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    Session.__init__(common())  # a fork has made all the modules of the tests before this one; a real rank, none
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", store, timedelta(seconds=PATIENCE), world_size=world, rank=rank)
-    torch.save(body(rank, *args), f"{folder}/{rank}")
-    dist.barrier()  # nobody leaves while another still talks to it
-    dist.destroy_process_group()
+    with Path(f"{folder}/{rank}.fault").open("w", encoding="utf-8") as stacks:
+        faulthandler.enable(stacks)
+        store = f"file://{folder}/store"
+        dist.init_process_group("gloo", store, timedelta(seconds=PATIENCE), world_size=world, rank=rank)
+        torch.save(body(rank, *args), f"{folder}/{rank}")
+        dist.barrier()  # nobody leaves while another still talks to it
+        dist.destroy_process_group()
+        faulthandler.disable()
 
 
 def on_ranks(world: int, body: Callable[..., Any], *args: Any) -> list[Any]:
     """The results of `body(rank, *args)` on each of `world` processes of one default process group."""
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.start_processes(_entry, (world, folder, body, args), nprocs=world, join=False, start_method="fork")
+        given = (world, folder, body, args)
+        context = mp.start_processes(_entry, given, nprocs=world, join=False, start_method="forkserver")
         assert context is not None
         deadline = time.monotonic() + PATIENCE + 10
         try:
