@@ -5,7 +5,8 @@
 MODEL: a Hugging Face directory, or smollm2. PYTHON: the interpreter of an environment with `transformers`, `accelerate`
 and `peft`. Everybody trains the same rows of equal length with AdamW, each in a process of its own, in turn, round
 after round: all weights in FP32 computed in BF16, ours in FP8 too; then an adapter of rank 8 at every projection,
-theirs beside a BF16 model, ours beside an FP8 one; and both of ours with `recompute`. A round's figure is the median
+theirs beside a BF16 model, ours beside an FP8 one; and both of ours with `recompute`. Ours run in the environment
+that `fp8serve finetune` prepares (`prepare_environment`), theirs with their defaults. A round's figure is the median
 of its steps but the first; other work can only make a step slower, so the fastest round counts, and the slowest stands
 beside it. The peak is the largest resident memory of the process, with Python and the libraries. Prints JSON.
 """
@@ -31,6 +32,8 @@ RANK = 8
 OURS = """
 import json, sys, time
 from pathlib import Path
+from fp8serve.cli import prepare_environment
+prepare_environment(training=True)
 import torch
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.trainer import Trainer

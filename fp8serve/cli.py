@@ -85,16 +85,25 @@ def options(
 TRAINING = {"finetune", "serve", "demo", "bench training", "bench step", "bench monitor"}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status."""
-    # torch's threads sleep while they wait for work: when the engine and a trainer share cores, spinning ones slow both
-    # tenfold. Our kernels have threads of their own (csrc/cpu/threads.h).
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    args = list(sys.argv[1:] if argv is None else argv)
-    words = [a for a in args if not a.startswith("-")]
-    if not TRAINING.isdisjoint({" ".join(words[:1]), " ".join(words[:2])}):
+def prepare_environment(training: bool) -> None:
+    """Sets what torch and its libraries read when they are loaded, unless it is set: how threads wait, and pages.
+
+    torch's threads wait for work by spinning for milliseconds. When they share cores with an engine, a trainer or the
+    threads of our kernels (csrc/cpu/threads.h), that slows all of them up to tenfold, so here they soon sleep.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # GNU's library: a few microseconds first are worth it
+    if training:
         # Large temporaries of torch in pages of 2 MB, also in child processes: a training step faults a tenth as often.
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    words = [a for a in args if not a.startswith("-")]
+    prepare_environment(not TRAINING.isdisjoint({" ".join(words[:1]), " ".join(words[:2])}))
     debug = "--debug" in args
     try:
         app(["--debug"] * debug + [a for a in args if a != "--debug"], prog_name="fp8serve", obj=args)

@@ -1,4 +1,5 @@
 // quantize_transpose casts a matrix for both of its readers in one pass: to FP8 data and to their transpose.
+// transpose_fp8 turns FP8 data.
 // GEMM operands have the contracted dimension contiguous, so the backward pass of a linear layer reads x^T
 // and w^T.
 //
@@ -116,10 +117,37 @@ std::tuple<Tensor, Tensor, Tensor> quantize_transpose(const Tensor& x_in, const 
   return {q, q_t, scalar(amax.value())};
 }
 
+struct TurnBlock {
+  static FP8_INLINE void run(const uint8_t* x, uint8_t* out, int64_t rows, int64_t cols, int64_t m, int64_t k) {
+    alignas(64) uint8_t block[kTall * kStride];
+    for (int64_t r = 0; r < rows; ++r)
+      std::memcpy(block + r * kStride, x + r * k, static_cast<size_t>(cols));
+    turn(block, out, m, rows, cols);
+  }
+};
+
+Tensor transpose_fp8(const Tensor& q_in) {
+  const Contract check("transpose_fp8");
+  check.rank("q", q_in, 2);
+  const Size m{"M", q_in.size(0)}, k{"K", q_in.size(1)};
+  check.tensor("q", q_in, {ScalarType::Float8_e4m3fn, ScalarType::Float8_e5m2}, {m, k});
+  const Tensor q = dense(q_in), out = empty({k.value(), m.value()}, q.scalar_type());
+  const int64_t rows = m.value(), cols = k.value();
+  const int64_t down = (rows + kTall - 1) / kTall, across = (cols + kWide - 1) / kWide;
+  parallel_tasks(down * across, [&](int64_t i) {
+    const int64_t r = i / across * kTall, c = i % across * kWide;
+    dispatch<TurnBlock>(data<const uint8_t>(q) + r * cols + c, data<uint8_t>(out) + c * rows + r,
+                        std::min(kTall, rows - r), std::min(kWide, cols - c), rows, cols);
+  });
+  return out;
+}
+
 }  // namespace
 }  // namespace fp8serve
 
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("quantize_transpose", TORCH_BOX(&fp8serve::quantize_transpose));
   fp8serve::report<fp8serve::kCasting<fp8serve::Numerics::exact>>("quantize_transpose");
+  m.impl("transpose_fp8", TORCH_BOX(&fp8serve::transpose_fp8));
+  fp8serve::report<fp8serve::kVector<fp8serve::Numerics::exact>>("transpose_fp8");
 }

@@ -60,8 +60,8 @@ class _LowRank(torch.autograd.Function):
         dy = dy.to(torch.bfloat16).contiguous()
         d_inner = (_mm(dy, _turned(b), None, torch.float32) * ctx.scaling).to(torch.bfloat16)
         dx = _mm(d_inner, _turned(a), None, x.dtype) if ctx.needs_input_grad[0] else None
-        da = _mm(_turned(d_inner), _turned(x), None, torch.float32)
-        db = _mm(_turned(dy), _turned(inner), None, torch.float32)
+        # of BF16 values in FP32: the matrices are thin, and turning x and dY for `mm` would take longer than this
+        da, db = d_inner.float().t() @ x.float(), dy.float().t() @ inner.float()
         return dx, da, db, None
 
 

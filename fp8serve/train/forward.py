@@ -18,7 +18,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from fp8serve.errors import RecipeError
@@ -40,13 +39,14 @@ from fp8serve.model.network.experts import Expert, Experts, every_expert, mixtur
 from fp8serve.model.parity import differences
 from fp8serve.ranks import ALONE, Ranks
 from fp8serve.train.batch import PackedBatch
+from fp8serve.train.target_log_probs import summed_loss, target_log_probs
 
 Logits = Callable[[PackedBatch], Tensor]
-"""FP32 [P, vocab] of the positions of a batch that are to predict."""
+"""[P, vocab] of the positions of a batch that are to predict, in BF16: as the head computes them."""
 
 
 class Network(nn.Module):
-    """batch -> FP32 logits [P, vocab] of the positions that are to predict.
+    """batch -> logits [P, vocab] of the positions that are to predict, in the dtype of the head.
 
     cache: the scales of every layer's keys and values, for attention as a server with an FP8 cache computes it.
     recompute: see `Forward`.
@@ -61,7 +61,7 @@ class Network(nn.Module):
         self.attention = nn.ModuleList(DotProductAttention() for _ in range(decoder.config.num_layers))
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        return self.decoder.logits(self.hidden(batch)[batch.predict])
+        return self.decoder.narrow_logits(self.hidden(batch)[batch.predict])
 
     def hidden(self, batch: PackedBatch) -> Tensor:
         """[T, hidden], after the final norm."""
@@ -133,10 +133,10 @@ class Forward:
 
     def log_probs(self, batch: PackedBatch) -> Tensor:
         """FP32 [P]: of the targets, as a server returns them; differentiable. Their negative sum is `summed_loss`."""
-        return -cross_entropy(self.logits(batch), batch.targets, reduction="none")
+        return target_log_probs(self.logits(batch), batch.targets)
 
     def logits(self, batch: PackedBatch, is_first_microbatch: bool | None = None) -> Tensor:
-        """FP32 [P, vocab]; under `torch.no_grad()` the scaling state stays as it is.
+        """BF16 [P, vocab]; under `torch.no_grad()` the scaling state stays as it is.
 
         is_first_microbatch: of those whose gradients accumulate, see `autocast`.
         """
@@ -181,12 +181,6 @@ def _lend_gradient_scales(mixture: Experts) -> None:
         for state in states:
             if seen and not bool(state.amax_history.any()):
                 state.scale.copy_(torch.stack(seen).min())
-
-
-def summed_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """(sum of the cross-entropies in nats, number of positions whose likeliest token is the target)."""
-    hits = (logits.detach().argmax(-1) == targets).sum()
-    return cross_entropy(logits, targets, reduction="sum"), hits
 
 
 def mean_loss(batch: PackedBatch) -> Callable[[Logits], Tensor]:

@@ -14,6 +14,7 @@ HIDDEN_BYTES, MIDDLE_BYTES = (
     30,
     14,
 )  # that a layer keeps for the backward pass, per hidden and per MLP element of a token
+LOGITS_AT_ONCE = 1 << 22  # elements that are widened to FP32 together (target_log_probs.py)
 SENT_BYTES = 8  # per hidden element of a token, for each of the experts that it is sent to
 
 
@@ -22,8 +23,8 @@ def memory_estimate(model: ModelConfig, config: TrainConfig, tokens: int, fracti
 
     weights: masters and moments, of every expert, and with masters in the optimizer the BF16 model; gradients: with
     masters in the optimizer in BF16 and in FP32; casts: FP8 weights and BF16 casts of the rest while a step runs;
-    activations: what layers keep for the backward pass, of experts for those that a token goes through; logits: FP32
-    logits, their gradient and the BF16 product, for tokens that carry loss.
+    activations: what layers keep for the backward pass, of experts for those that a token goes through; logits: in
+    BF16 with their gradient, for tokens that carry loss, and in FP32 a piece at a time.
 
     In the backward pass activations go as gradients come, so the peak has the larger of the two; where gradients are
     accumulated those of the microbatch before are there from the start, and it has both. With answers that are written
@@ -44,13 +45,17 @@ def memory_estimate(model: ModelConfig, config: TrainConfig, tokens: int, fracti
         "gradients": every * (4 if in_model else 6),
         "casts": 2 * others + linears * (1 if once else 2),
         "activations": tokens * _kept(model, config),
-        "logits": int(tokens * fraction) * model.vocab_size * 12,
+        "logits": _of_logits(int(tokens * fraction) * model.vocab_size),
     }
     if config.method == "grpo":
         parts["engine"] = linears * (2 if recipe is None else 1) + 2 * others + 4 * tokens * _cached(model)
     passing = parts["activations"] + parts["logits"]
     both = max(parts["gradients"], passing) if config.accumulate == 1 else parts["gradients"] + passing
     return {**parts, "total": parts["weights"] + parts["casts"] + parts.get("engine", 0) + both}
+
+
+def _of_logits(elements: int) -> int:
+    return 4 * elements + 12 * min(elements, LOGITS_AT_ONCE)
 
 
 def check_recompute(config: TrainConfig, model: ModelConfig) -> None:
@@ -74,7 +79,7 @@ def _of_adapter(model: ModelConfig, config: TrainConfig, tokens: int, fraction: 
         "gradients": 4 * adapter,
         "casts": model.hidden_size * model.intermediate_size,  # the transpose of the largest weight
         "activations": tokens * (_kept(model, config) + 2 * rank * 7 * (1 if config.recompute else model.num_layers)),
-        "logits": int(tokens * fraction) * model.vocab_size * 12,
+        "logits": _of_logits(int(tokens * fraction) * model.vocab_size),
     }
     return {**parts, "total": sum(parts.values())}
 

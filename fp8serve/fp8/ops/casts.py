@@ -172,5 +172,4 @@ define(
     composition=transpose_fp8,
     fake=_fake_transpose_fp8,
     cases=_turned_cases,
-    kernels=("cuda",),
 )

@@ -328,12 +328,16 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden] -> FP32 [T, vocab], or [T, labels]: computed in the weights' dtype, then widened, as
         transformers does."""
+        return self.narrow_logits(hidden).float()
+
+    def narrow_logits(self, hidden: Tensor) -> Tensor:
+        """The same in the weights' dtype."""
         logits, cap = self.head(hidden), self.config.logits_softcap
         if self.config.logits_divisor != 1.0:
             logits = logits / self.config.logits_divisor
         if cap is not None:
             logits = torch.tanh(logits / cap) * cap
-        return logits.float()  # type: ignore[no-any-return]
+        return logits  # type: ignore[no-any-return]
 
 
 Groups = tuple[tuple[str, ...], ...]  # names of linears, together where they read the same input

@@ -57,7 +57,11 @@ class TransformersModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden] -> FP32 [T, vocab]."""
-        return self.head(hidden).float()  # type: ignore[no-any-return]
+        return self.narrow_logits(hidden).float()
+
+    def narrow_logits(self, hidden: Tensor) -> Tensor:
+        """The same in the weights' dtype."""
+        return self.head(hidden)  # type: ignore[no-any-return]
 
     def attention_options(self, layer: int) -> tuple[float, int | None, float | None, Tensor | None]:
         """See Decoder.attention_options."""

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from fp8serve.errors import JobError
 from fp8serve.ranks import Ranks
@@ -23,6 +22,7 @@ from fp8serve.train.methods.dpo.loss import answer_scores, pair_losses
 from fp8serve.train.methods.dpo.reader import Pair
 from fp8serve.train.methods.interface import FromData, Measure
 from fp8serve.train.methods.options import SIMPO_GAMMA, beta_of, pair_loss
+from fp8serve.train.target_log_probs import target_log_probs
 
 
 class Dpo(FromData):
@@ -57,7 +57,7 @@ class Dpo(FromData):
     def _scores(self, logits: Logits, items: Sequence[Pair]) -> Tensor:
         """FP32 [n, 2] of the policy."""
         batch = collate([row for pair in items for row in pair.rows], self.config.device)
-        log_probs = -cross_entropy(logits(batch), batch.targets, reduction="none")
+        log_probs = target_log_probs(logits(batch), batch.targets)
         lengths = [(pair.chosen.trainable, pair.rejected.trainable) for pair in items]
         return answer_scores(log_probs, lengths, self.loss_type, self.config.ld_alpha)
 

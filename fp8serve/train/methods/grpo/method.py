@@ -19,7 +19,6 @@ import numpy.typing as npt
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from fp8serve.errors import JobError
 from fp8serve.fp8.frozen import FrozenLinear
@@ -30,7 +29,7 @@ from fp8serve.model.storage.files import save_tensors, whole_file
 from fp8serve.train.batch import collate
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Row
-from fp8serve.train.forward import Logits, Network, summed_loss
+from fp8serve.train.forward import Logits, Network
 from fp8serve.train.lora import base_recipe
 from fp8serve.train.methods.grpo.grading import Answer, Grader, grader_of
 from fp8serve.train.methods.grpo.loss import advantages, token_kl, token_losses, token_shares
@@ -39,6 +38,7 @@ from fp8serve.train.methods.grpo.rollouts import Drawn, Rollouts
 from fp8serve.train.methods.interface import FromData, Measure, Scene
 from fp8serve.train.methods.options import answer_loss, beta_of, longest_answer
 from fp8serve.train.served_state import served_model
+from fp8serve.train.target_log_probs import summed_loss, target_log_probs
 
 REFERENCE = "reference.safetensors"
 Numbers = npt.NDArray[np.float32]
@@ -141,7 +141,7 @@ class Grpo(FromData):
         def joined(parts: Sequence[Numbers]) -> Tensor:
             return torch.from_numpy(np.concatenate(parts)).to(found.device)
 
-        new = self._log_probs(found, batch.targets)
+        new = target_log_probs(found, batch.targets, self.config.temperature)  # of the policy that drew the answers
         ratio = torch.exp(new - joined([answer.old for answer in answers]))
         kl = None
         if self.beta:
@@ -150,7 +150,7 @@ class Grpo(FromData):
         losses = token_losses(ratio, advantage, low, high, self.beta, kl)
         with torch.no_grad():
             even = torch.tensor([answer.even for answer in answers], dtype=torch.float64, device=found.device)
-            own = new if self.config.temperature == 1 else -cross_entropy(found, batch.targets, reduction="none")
+            own = new if self.config.temperature == 1 else target_log_probs(found, batch.targets)
             apart = (own - joined([answer.sampled for answer in answers])).abs()
             clipped = ((ratio < 1 - low) & (advantage < 0)) | ((ratio > 1 + high) & (advantage > 0))
             means = [apart, ratio, clipped.float(), *([] if kl is None else [kl])]
@@ -169,12 +169,6 @@ class Grpo(FromData):
         batch = collate(rows, self.config.device)
         loss = summed_loss(logits(batch), batch.targets)[0]
         return loss, *(torch.zeros_like(loss) for _ in self.measures)
-
-    def _log_probs(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """FP32 [P], the log-probabilities of the policy: the model at the temperature of the answers."""
-        if self.config.temperature != 1:
-            logits = logits / self.config.temperature
-        return -cross_entropy(logits, targets, reduction="none")
 
     def collect(self, step: int, microbatches: Sequence[Sequence[Prompt]]) -> list[list[Group]]:
         assert self._rollouts is not None, "start comes first"
@@ -221,7 +215,7 @@ class Grpo(FromData):
     def _found_by(self, logits: Logits, answers: Sequence[Graded]) -> list[Numbers]:
         """The log-probabilities of each answer's tokens by a forward pass."""
         batch = collate([answer.row for answer in answers], self.config.device)
-        found = self._log_probs(logits(batch), batch.targets).cpu().numpy()
+        found = target_log_probs(logits(batch), batch.targets, self.config.temperature).cpu().numpy()
         return np.split(found, np.cumsum([answer.row.trainable for answer in answers])[:-1])
 
 
