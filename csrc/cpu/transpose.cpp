@@ -118,10 +118,10 @@ std::tuple<Tensor, Tensor, Tensor> quantize_transpose(const Tensor& x_in, const 
 }
 
 struct TurnBlock {
-  static FP8_INLINE void run(const uint8_t* x, uint8_t* out, int64_t rows, int64_t cols, int64_t m, int64_t k) {
+  static FP8_INLINE void run(const uint8_t* x, uint8_t* out, int64_t rows, int64_t cols, int64_t m,
+                             int64_t k) {
     alignas(64) uint8_t block[kTall * kStride];
-    for (int64_t r = 0; r < rows; ++r)
-      std::memcpy(block + r * kStride, x + r * k, static_cast<size_t>(cols));
+    for (int64_t r = 0; r < rows; ++r) std::memcpy(block + r * kStride, x + r * k, static_cast<size_t>(cols));
     turn(block, out, m, rows, cols);
   }
 };

@@ -14,7 +14,7 @@ HIDDEN_BYTES, MIDDLE_BYTES = (
     30,
     14,
 )  # that a layer keeps for the backward pass, per hidden and per MLP element of a token
-LOGITS_AT_ONCE = 1 << 22  # elements that are widened to FP32 together (target_log_probs.py)
+LOGITS_AT_ONCE = 1 << 20  # elements that are widened to FP32 together (target_log_probs.py)
 SENT_BYTES = 8  # per hidden element of a token, for each of the experts that it is sent to
 
 
@@ -55,7 +55,7 @@ def memory_estimate(model: ModelConfig, config: TrainConfig, tokens: int, fracti
 
 
 def _of_logits(elements: int) -> int:
-    return 4 * elements + 12 * min(elements, LOGITS_AT_ONCE)
+    return 4 * elements + 8 * min(elements, LOGITS_AT_ONCE)
 
 
 def check_recompute(config: TrainConfig, model: ModelConfig) -> None:

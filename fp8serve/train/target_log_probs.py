@@ -17,45 +17,48 @@ from fp8serve.train.memory import LOGITS_AT_ONCE
 
 class _TargetLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(logits, targets)
         ctx.temperature = temperature
-        found = [
-            torch.log_softmax(_wide(logits[rows], temperature), -1).gather(1, targets[rows, None])[:, 0]
-            for rows in _pieces(logits)
-        ]
-        return torch.cat(found) if found else logits.new_empty(0, dtype=torch.float32)
+        found, hits = logits.new_empty(len(logits), dtype=torch.float32), torch.empty_like(targets, dtype=torch.bool)
+        for rows, wide, spare in _pieces(logits, temperature):
+            hits[rows] = wide.argmax(-1) == targets[rows]
+            torch.log_softmax(wide, -1, out=spare)
+            found[rows] = spare.gather(1, targets[rows, None])[:, 0]
+        ctx.mark_non_differentiable(hits)
+        return found, hits
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
         """dy_i (onehot(target_i) - softmax_i) / temperature, rounded to the dtype of the logits."""
         logits, targets = ctx.saved_tensors
         dx, dy = torch.empty_like(logits), dy / ctx.temperature
-        for rows in _pieces(logits):
-            part = torch.softmax(_wide(logits[rows], ctx.temperature), -1).mul_(-dy[rows, None])
-            dx[rows] = part.scatter_add_(1, targets[rows, None], dy[rows, None])
+        for rows, wide, spare in _pieces(logits, ctx.temperature):
+            torch.softmax(wide, -1, out=spare)
+            dx[rows] = spare.mul_(-dy[rows, None]).scatter_add_(1, targets[rows, None], dy[rows, None])
         return dx, None, None
 
 
-def _wide(logits: Tensor, temperature: float) -> Tensor:
-    wide = logits.float()
-    return wide if temperature == 1 else wide / temperature
-
-
-def _pieces(logits: Tensor) -> Iterator[slice]:
-    """Rows of about LOGITS_AT_ONCE elements together."""
+def _pieces(logits: Tensor, temperature: float) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Rows of about LOGITS_AT_ONCE elements, in FP32 and divided by the temperature, and as much space. Both are memory
+    that the next rows are written to."""
     size = max(1, LOGITS_AT_ONCE // max(1, logits.shape[1]))
-    return (slice(start, start + size) for start in range(0, len(logits), size))
+    wide, spare = logits.new_empty(2, min(size, len(logits)), logits.shape[1], dtype=torch.float32)
+    for start in range(0, len(logits), size):
+        rows = slice(start, min(start + size, len(logits)))
+        count = rows.stop - start
+        part = wide[:count].copy_(logits[rows])
+        yield rows, part if temperature == 1 else part.div_(temperature), spare[:count]
 
 
 def target_log_probs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
     """logits [P, vocab] of any floating type, targets int64 [P] -> FP32 [P], in nats: log softmax(logits / temperature)
     at the targets; differentiable."""
-    return cast(Tensor, _TargetLogProbs.apply(logits, targets, temperature))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _TargetLogProbs.apply(logits, targets, temperature)[0])  # type: ignore[no-untyped-call]
 
 
 def summed_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """(sum of the cross-entropies in nats, number of positions whose likeliest token is the target)."""
-    hits = (logits.detach().argmax(-1) == targets).sum()
-    return -target_log_probs(logits, targets).sum(), hits
+    found, hits = _TargetLogProbs.apply(logits, targets, 1.0)  # type: ignore[no-untyped-call]
+    return -found.sum(), hits.sum()
