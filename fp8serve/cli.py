@@ -89,11 +89,9 @@ def prepare_environment(training: bool) -> None:
     """Sets what torch and its libraries read when they are loaded, unless it is set: how threads wait, and pages.
 
     torch's threads wait for work by spinning for milliseconds. When they share cores with an engine, a trainer or the
-    threads of our kernels (csrc/cpu/threads.h), that slows all of them up to tenfold, so here they soon sleep.
+    threads of our kernels (csrc/cpu/threads.h), that slows all of them up to tenfold, so here they sleep at once.
     """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # GNU's library: a few microseconds first are worth it
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if training:
         # Large temporaries of torch in pages of 2 MB, also in child processes: a training step faults a tenth as often.
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
