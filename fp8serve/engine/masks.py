@@ -2,10 +2,10 @@
 
 A mask depends only on what was generated before the step, so its computation starts with the step, and it is read when
 the logits are there. It is made in one thread beside the forward pass, row by row: on a CPU that thread takes its time
-from the model's, and the library's own pool of threads takes three to four times as much of it for the same masks.
+from the model's, and the library's own pool of threads takes more of it for the same masks.
 
-A mask is a ceiling for every logit, infinity or minus infinity, because the least of two numbers is taken several times
-as fast as a masked fill. Its FP32 numbers come from a table with the eight of every byte of the library's bits.
+A mask is a ceiling for every logit, infinity or minus infinity, because torch takes the least of two numbers faster
+than it fills by a mask. Its FP32 numbers come from a table with the eight of every byte of the library's bits.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
