@@ -24,7 +24,8 @@ def ends_when_asked() -> Iterator[None]:
     """While the block runs, SIGTERM and SIGINT end the process at once with status 0, unless it handles them itself.
 
     For what has nothing to finish yet. Python's own handling would show a KeyboardInterrupt, or lose it in an import;
-    and the first process of a container ignores a SIGTERM that it does not handle.
+    and the first process of a container ignores a SIGTERM that it does not handle. Before the block, while Python
+    imports the command line, a signal does what it does to any program: a shell then sees 143.
     """
 
     def end(*_: Any) -> NoReturn:

@@ -1,6 +1,7 @@
 """A worker's end: what it printed is out, its status is right, and nothing is taken apart first. A server's, before it
 has begun: quiet."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -48,6 +49,22 @@ def test_what_has_nothing_to_finish_ends_at_once_when_it_is_asked_to(number: int
         [sys.executable, "-c", ASKED, str(int(number))], capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+INTERRUPTED = """
+import signal
+signal.raise_signal(signal.SIGTERM)
+print("went on")
+"""
+
+
+def test_a_command_that_is_still_imported_ends_by_the_signal_itself(tmp_path: Path) -> None:
+    """Nothing has begun, so that whoever sent SIGTERM sees the usual status, and no word."""
+    (tmp_path / "typer.py").write_text(INTERRUPTED)  # found before the package that the command line imports
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(fp8serve.__file__).parents[1]}"}
+    command = [sys.executable, "-m", "fp8serve", "serve", "nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "", "")
 
 
 SPARED = """

@@ -22,6 +22,11 @@ from fp8serve.errors import RequestError
 MAX_COMPLAINT = 200  # characters of the library's message that are shown
 # Between the parts of a JSON text: room to indent, but not for ever, which small models tend to do.
 WHITESPACE = r"\n? {0,24}"
+_PLAIN = r'[^"\\\x00-\x1F\x7F]'  # a character that stands for itself in a string of JSON
+SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_PLAIN}{{1,{n}}}" for n in (2, 4, 6, 8, 10, 12, 16, 20, 30)), f"{_PLAIN}+"]
+"""Sets of tokens, as regular expressions. A form that allows every token of one takes it as a whole, which changes how
+long a mask takes and not what is in it. The library's own are three lengths of strings; strings that a schema bounds
+("maxLength") gain by more of them."""
 KEPT = 16  # grammars that are kept, checked and compiled
 
 
@@ -68,7 +73,10 @@ class Grammars:
     def _llg(self) -> llguidance.LLTokenizer:
         if self._tokenizer is None:
             self._tokenizer = llguidance.LLTokenizer(
-                self._file.read_text(), n_vocab=self._vocab_size, eos_token=list(self._eos_ids) or None
+                self._file.read_text(),
+                n_vocab=self._vocab_size,
+                eos_token=list(self._eos_ids) or None,
+                slices=SLICES,
             )
         return self._tokenizer
 

@@ -1,31 +1,36 @@
 """Which tokens may come next in answers of a given form, found while the model computes the step.
 
 A mask depends only on what was generated before the step, so its computation starts with the step, and it is read when
-the logits are there. The library fills the masks of all rows in one call without Python's lock: on a CPU that takes
-about 50 microseconds a row of JSON, in a thread beside the forward pass.
+the logits are there. It is made in one thread beside the forward pass, row by row: on a CPU that thread takes its time
+from the model's, and the library's own pool of threads takes more of it for the same masks.
+
+A mask is a ceiling for every logit, infinity or minus infinity, because torch takes the least of two numbers faster
+than it fills by a mask. Its FP32 numbers come from a table with the eight of every byte of the library's bits.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
 
 import numpy as np
-from llguidance import LLExecutor
-from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
+from llguidance.numpy import fill_next_token_bitmask, get_bitmask_shape
 from numpy.typing import NDArray
 
 from fp8serve.engine.grammar import Matcher
 from fp8serve.engine.sequence import Sequence
 
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+CEILINGS = np.where(_BITS, np.float32(np.inf), np.float32(-np.inf))
+"""FP32 [256, 8]: the ceilings of eight tokens, by the byte that says which of them may come."""
+
 
 class Mask:
-    """The mask of the `rows` of a step that have a form; `forbidden` waits until it is ready."""
+    """The mask of the `rows` of a step that have a form; `ceilings` waits until it is ready."""
 
-    def __init__(self, rows: list[int], forbidden: Future[NDArray[np.bool_]]) -> None:
-        self.rows, self._forbidden = rows, forbidden
+    def __init__(self, rows: list[int], ceilings: Future[NDArray[np.float32]]) -> None:
+        self.rows, self._ceilings = rows, ceilings
 
-    def forbidden(self) -> NDArray[np.bool_]:
-        """[rows, vocab]: True for tokens that must not come."""
-        return self._forbidden.result()
+    def ceilings(self) -> NDArray[np.float32]:
+        """FP32 [rows, vocab]: minus infinity for tokens that must not come, infinity for all others."""
+        return self._ceilings.result()
 
 
 class Masks:
@@ -40,16 +45,11 @@ class Masks:
         pairs = [(row, seq.constraint) for row, seq in enumerate(seqs) if seq.constraint is not None]
         if not pairs:
             return None
-        return Mask([row for row, _ in pairs], self._thread.submit(self._fill, [matcher for _, matcher in pairs]))
+        return Mask([row for row, _ in pairs], self._thread.submit(self._find, [matcher for _, matcher in pairs]))
 
-    def _fill(self, matchers: list[Matcher]) -> NDArray[np.bool_]:
+    def _find(self, matchers: list[Matcher]) -> NDArray[np.float32]:
         """[rows, vocab], in the form that the sampler applies directly: the step would wait for any conversion."""
-        bits = allocate_token_bitmask(len(matchers), self._vocab_size)
-        fill_next_token_bitmask_par(self._executor, [(m.parser, row) for row, m in enumerate(matchers)], bits)
-        packed = np.invert(bits, out=bits).view(np.uint8)
-        return np.unpackbits(packed, axis=1, count=self._vocab_size, bitorder="little").view(np.bool_)
-
-    @cached_property
-    def _executor(self) -> LLExecutor:
-        """Its threads are started with the first mask."""
-        return LLExecutor()
+        bits = np.empty(get_bitmask_shape(len(matchers), self._vocab_size), np.int32)
+        for row, matcher in enumerate(matchers):
+            fill_next_token_bitmask(matcher.parser, bits, row)
+        return CEILINGS.take(bits.view(np.uint8), axis=0).reshape(len(matchers), -1)[:, : self._vocab_size]

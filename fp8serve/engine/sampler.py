@@ -160,12 +160,12 @@ def _forbid_other_forms(logits: Tensor, mask: "Mask") -> None:
     """Allows only the tokens that the grammar allows, where a request has one. It handles all rows in one pass, because
     a pass for each row would start the threads as often.
     """
-    forbidden = to_device(mask.forbidden(), torch.bool, logits.device)
+    ceilings = to_device(mask.ceilings(), torch.float32, logits.device)
     if len(mask.rows) == len(logits):
-        logits.masked_fill_(forbidden, -torch.inf)
+        torch.minimum(logits, ceilings, out=logits)
         return
     rows = to_device(mask.rows, torch.long, logits.device)
-    logits[rows] = logits[rows].masked_fill_(forbidden, -torch.inf)
+    logits[rows] = torch.minimum(logits[rows], ceilings)
 
 
 def _draw(logits: Tensor, seqs: list[Sequence]) -> Tensor:

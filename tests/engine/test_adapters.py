@@ -99,6 +99,54 @@ def test_each_is_as_it_is_alone(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.skipif(not own_products("cpu"), reason="the CPU kernels are not built")
+@pytest.mark.parametrize("kind", ["delayed", "fp8 cache"])
+def test_the_context_is_used_to_its_last_token(tmp_path: Path, kind: str) -> None:
+    """Prompts of one token less than the context and answers that fill it, with shared prefixes, too few blocks for
+    all, and chunks of prompts: each has its bits of an engine that has answered nothing else."""
+    model, options, adapters = model_of(tmp_path, kind)
+    most = 96
+    text = [(7 * i) % 50 + 3 for i in range(most)]
+    asked = [(name, text[:length]) for length in (most - 1, 40, most - 17) for name in (None, *adapters)]
+
+    def answers(some: Sequence[tuple[str | None, list[int]]], blocks: int, **more: Any) -> list[Answer]:
+        engine = engine_of(model, adapters, max_model_len=most, num_blocks=blocks, **options, **more)
+        found: list[Answer] = []
+        for length in dict.fromkeys(len(prompt) for _, prompt in some):
+            group = [(name, prompt) for name, prompt in some if len(prompt) == length]
+            found += ask(engine, group * 2, max_new_tokens=most - length)  # again: from the cache or beside it
+        return found
+
+    together = answers(asked, 20, max_num_seqs=8, max_prefill_tokens=24)
+    alone = [answers([one], 20) for one in asked]
+    for length in (most - 1, 40, most - 17):
+        assert len({str(a[0]) for (_, prompt), a in zip(asked, alone, strict=True) if len(prompt) == length}) > 1
+    number = 0
+    for start in range(0, len(asked), len(adapters) + 1):
+        for _ in range(2):
+            for of in range(start, start + len(adapters) + 1):
+                assert len(together[number][0]) == most - len(asked[of][1])
+                assert together[number] == alone[of][0] == alone[of][1]
+                number += 1
+
+
+@pytest.mark.parametrize(("length", "new"), [(96, 1), (95, 2), (97, 1), (200, 1), (1, 96)])
+def test_what_does_not_fit_the_context_is_refused_in_one_sentence(tmp_path: Path, length: int, new: int) -> None:
+    model, options, adapters = model_of(tmp_path, "delayed")
+    engine = engine_of(model, adapters, max_model_len=96, **options)
+    params = SamplingParams(max_new_tokens=new)
+    with pytest.raises(RequestError) as caught:
+        engine.add_request(Request("a", (5,) * length, params, adapter="lora"))
+    assert str(caught.value) == (
+        f"The prompt has {length} tokens and max_new_tokens is {new}, together {length + new}, but the context "
+        "holds 96: shorten the prompt or ask for fewer new tokens."
+    )
+    assert not engine.has_work()
+    engine.unload_adapter("lora")  # it was not taken
+    with pytest.raises(RequestError, match="lora"):
+        engine.add_request(Request("b", (5,), SamplingParams(max_new_tokens=1), adapter="lora"))
+    assert not engine.adapters.named.get("lora")
+
+
 @pytest.mark.parametrize("dora", [False, True])
 def test_an_adapter_has_the_trainers_log_probabilities(tmp_path: Path, dora: bool) -> None:
     model = write_model(tmp_path / "model", "qwen2", intermediate_size=200)

@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import llguidance
+import numpy as np
 import pytest
 
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.grammar import validate
+from fp8serve.engine.grammar import _in_library_form, validate
+from fp8serve.engine.masks import Masks
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
+from fp8serve.engine.sequence import Sequence
 from fp8serve.errors import RequestError
 
 SCHEMA = {
@@ -174,3 +177,34 @@ def test_a_form_too_complex_for_its_first_step_is_refused(engine: Engine, monkey
     with pytest.raises(RequestError, match=r"The regex cannot be used: .*too many states") as caught:
         engine.generate([[1]], regex="[a-z]*q")
     assert "<state>" not in str(caught.value)
+
+
+def test_masks_are_what_the_library_finds_without_slices(engine: Engine) -> None:
+    """At every step of an answer: ceilings are infinite exactly where a matcher that takes no short cut has a bit."""
+    schema = json.dumps(SCHEMA | {"properties": {"name": {"type": "string", "maxLength": 40}, "age": {"type": "null"}}})
+    vocab = engine.limits.vocab_size
+    file = engine.loaded.grammars._file
+    plain = llguidance.LLTokenizer(file.read_text(), n_vocab=vocab, eos_token=list(engine.eos_ids), slices=[])
+    reference = llguidance.LLMatcher(plain, _in_library_form("json_schema", schema), log_level=0)
+    params = SamplingParams(json_schema=schema)
+    seqs = [Sequence.of(Request(f"{i}", (1,), params)) for i in range(3)]
+    for i in (0, 2):
+        seqs[i].constraint = engine.loaded.grammars.matcher(params)
+    masks = Masks(vocab)
+    assert engine.tokenizer is not None
+    tokens = engine.tokenizer.encode('{"name": "a name of many letters", "age": null}')
+    for token in [token for token in tokens if token < 256]:  # without the special ones
+        mask = masks.begin(seqs)
+        assert mask is not None
+        assert mask.rows == [0, 2]
+        bits = np.frombuffer(reference.compute_bitmask(), np.uint8)
+        allowed = np.unpackbits(bits, bitorder="little")[:vocab].astype(bool)
+        assert allowed.any()
+        assert not allowed.all()
+        found = mask.ceilings()
+        assert found.dtype == np.float32
+        assert (found == np.where(allowed, np.inf, -np.inf)).all()
+        assert reference.consume_token(token)
+        for seq in seqs:
+            assert seq.constraint is None or seq.constraint.accept(token)
+    assert masks.begin(seqs[1:2]) is None

@@ -24,6 +24,7 @@ class Requests {
     this.underWay = new UnderWay();
     this.latency = element("div", { className: "card" });
     this.ends = element("div", { className: "card" });
+    this.drafts = element("div", { className: "card", id: "drafts", hidden: true });
     this.tenants = element("div", { className: "card", hidden: true });
     this.node = element(
       "div",
@@ -32,6 +33,7 @@ class Requests {
       this.underWay.node,
       element("div", { className: "card" }, element("h3", {}, "Tokens per second"), this.chart.node),
       element("div", { className: "sides" }, this.latency, this.ends),
+      this.drafts,
       this.tenants,
     );
   }
@@ -43,6 +45,7 @@ class Requests {
     this.drawTiles(samples);
     this.drawLatency(samples);
     this.drawEnds(samples);
+    this.drawDrafts(samples);
     this.drawTenants(samples);
   }
 
@@ -121,6 +124,26 @@ class Requests {
       ["Recomputed for want of cache", count(samples.sum("fp8serve_preemptions_total") ?? 0)],
     ];
     renew(this.ends, pairs, () => [element("h3", {}, "Since the start"), facts(pairs)]);
+  }
+
+  /** Of the models that draft: only their engines count by the place in a draft. */
+  drawDrafts(samples) {
+    const of = (name) => Object.fromEntries(samples.by(`fp8serve_${name}_total`, "model"));
+    const [drafts, proposed, accepted] = ["drafts", "draft_tokens", "accepted_draft_tokens"].map(of);
+    const rows = Object.keys(of("accepted_draft_tokens_by_position"))
+      .sort()
+      .map((name) => [
+        name,
+        count(drafts[name] ?? 0),
+        count(proposed[name] ?? 0),
+        count(accepted[name] ?? 0),
+        proposed[name] ? percent((accepted[name] ?? 0) / proposed[name]) : "–",
+      ]);
+    this.drafts.hidden = !rows.length;
+    renew(this.drafts, rows, () => [
+      element("h3", {}, "Drafts, since the start"),
+      table("Drafts by model", ["Model", "Drafts", "Tokens proposed", "Accepted", "Share"], rows, "stacked"),
+    ]);
   }
 
   drawTenants(samples) {

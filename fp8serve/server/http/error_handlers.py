@@ -122,10 +122,12 @@ def fault_of(errors: Sequence[Any]) -> Fault:
 
 
 def _of_the_branch_meant(errors: Sequence[Any]) -> Any:
-    """The first error; if it only says that a value has the type of another branch of a union, that branch's error."""
+    """The first error; if it only says that a value has the type of another branch of a union, that branch's error: one
+    of another kind, or one about a part of the value."""
     place = _place(errors[0]["loc"])
-    same = [error for error in errors if _place(error["loc"]) == place]
-    return next((error for error in same if not str(error["type"]).endswith("_type")), errors[0])
+    within = [error for error in errors if f"{_place(error['loc'])}.".startswith(f"{place}.")]
+    meant = (e for e in within if not str(e["type"]).endswith("_type") or _place(e["loc"]) != place)
+    return next(meant, errors[0]) if str(errors[0]["type"]).endswith("_type") else errors[0]
 
 
 def _place(location: Sequence[Any]) -> str:

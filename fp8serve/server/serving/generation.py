@@ -240,11 +240,16 @@ def _check_all(served: Served, requests: Sequence[Request]) -> None:
     limit = served.engine.limits.max_model_len
     for request in requests:
         prompt, new = len(request.prompt_token_ids), request.params.max_new_tokens
+        if prompt == limit and new:
+            raise Fault(
+                Code.CONTEXT_LENGTH_EXCEEDED,
+                f"The prompt has {prompt} tokens, as many as this model's context holds with the answer.",
+                hint="Shorten the prompt.",
+            )
         if prompt + new > limit:
             raise Fault(
                 Code.CONTEXT_LENGTH_EXCEEDED,
-                f"The prompt has {prompt} tokens and {new} new ones are asked for, but this model's context holds "
-                f"{limit}.",
+                f"The prompt has {prompt} tokens and {new} more are asked for, but this model's context holds {limit}.",
                 hint="Shorten the prompt or ask for fewer tokens.",
             )
         try:

@@ -139,17 +139,46 @@ async def test_refusals(start: Start, change: dict[str, Any], status: int, code:
         assert (answer.status_code, error["code"], error["param"]) == (status, code, param)
 
 
+SPOILED_STOPS: dict[str, Any] = {
+    "five": ["a"] * 5,
+    "number": 5,
+    "empty": "",
+    "one of them empty": ["a", ""],
+    "one of them long": ["a" * 257],
+    "one of them null": [None],
+}
+
+
 async def test_of_two_forms_of_a_field_the_complaint_is_about_the_one_meant(start: Start) -> None:
     async with start() as server:
         said = {
             text: (await server.client.post("/v1/chat/completions", json=ASK | {"stop": stop})).json()["error"][
                 "message"
             ]
-            for text, stop in {"five": ["a"] * 5, "number": 5, "empty": ""}.items()
+            for text, stop in SPOILED_STOPS.items()
         }
     assert said["five"] == "stop: list should have at most 4 items after validation, not 5."
     assert said["number"] == "stop: input should be a valid string."
     assert said["empty"] == "stop: string should have at least 1 character."
+    assert said["one of them empty"] == "stop.1: string should have at least 1 character."
+    assert said["one of them long"] == "stop.0: string should have at most 256 characters."
+    assert said["one of them null"] == "stop.0: input should be a valid string."
+
+
+async def test_a_prompt_as_long_as_the_context_is_told_to_be_shorter(start: Start) -> None:
+    """Fewer tokens would not help it."""
+    async with start() as server:
+        said = [
+            (await server.client.post("/v1/completions", json={"prompt": [5] * length, "max_tokens": 2})).json()
+            for length in (510, 511, 512, 513)
+        ]
+    assert said[0]["choices"][0]["finish_reason"] == "length"
+    assert [one["error"]["message"] for one in said[1:]] == [
+        "The prompt has 511 tokens and 2 more are asked for, but this model's context holds 512. Shorten the prompt or "
+        "ask for fewer tokens.",
+        "The prompt has 512 tokens, as many as this model's context holds with the answer. Shorten the prompt.",
+        "The prompt has 513 tokens, but this model's context holds 512. Shorten the prompt.",
+    ]
 
 
 async def test_models_are_looked_up_by_name(start: Start) -> None:

@@ -50,6 +50,16 @@ def scaled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
         yield process
 
 
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """A tiny model that drafts from the text so far."""
+    path = tmp_path_factory.mktemp("drafting")
+    write_model(path / "tiny")
+    options = {"model": str(path / "tiny"), "data_dir": str(path / "data"), "recipe": "current"}
+    with serving(path / "log", speculative_tokens=4, **options) as process:
+        yield process
+
+
 @pytest.fixture(scope="package")
 def echoing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     """A server that answers with the prompt, slowly enough to be stopped."""

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.patience import until
 from tests.server.console.browser import Browser
 from tests.server.console.canned import answer_with
 from tests.server.console.test_frame import ready
@@ -53,3 +54,30 @@ def test_any_metrics_can_be_read(browser: Browser, server: Process) -> None:
     assert 'a"},<b>' in text
     assert "1.5 s" in text
     assert browser.complaints() == []
+
+
+DRAFTS = "return [...document.querySelectorAll('#drafts tbody td, #drafts tbody th')].map((one) => one.textContent)"
+
+
+def test_drafts_that_were_accepted_are_shown_by_model(browser: Browser, drafting: Process) -> None:
+    ready(browser, drafting.url + "/#/requests")
+    browser.until("document.querySelector('#drafts')?.hidden === false")
+    assert browser.run(DRAFTS) == ["tiny", "0", "0", "0", "–"]
+    body = {"prompt": "to be or not to be, to be or", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    assert drafting.client.post("/v1/completions", json=body).status_code == 200
+
+    def counted() -> list[str]:
+        names = ("drafts", "draft_tokens", "accepted_draft_tokens")
+        drafts, proposed, accepted = (int(drafting.metric(f"fp8serve_{name}_total")) for name in names)
+        share = f"{100 * accepted / proposed:.3g} %" if proposed else "–"
+        return ["tiny", *(f"{n:,}" for n in (drafts, proposed, accepted)), share]
+
+    until(lambda: counted()[3] != "0", "accepted tokens")
+    until(lambda: browser.run(DRAFTS) == counted(), "the counts on the page")
+    assert browser.complaints() == []
+
+
+def test_a_server_without_drafts_shows_none(browser: Browser, server: Process) -> None:
+    ready(browser, server.url + "/#/requests")
+    browser.until("document.querySelectorAll('#tiles li').length === 6")
+    assert browser.run("return document.querySelector('#drafts').hidden")
