@@ -69,6 +69,8 @@ NO_TORCH = {
     "fp8serve.engine.output",
     "fp8serve.engine.kv_cache",
     "fp8serve.engine.scheduler",
+    "fp8serve.model.resident",
+    "fp8serve.model.storage.headers",
 }
 
 

@@ -28,6 +28,7 @@ from fp8serve.fp8.stacked import Stacked
 from fp8serve.model.building import Model
 from fp8serve.model.network.fusing import Projections
 from fp8serve.model.network.memory import free_memory
+from fp8serve.model.storage.heap import trim
 from fp8serve.model.storage.mapped import release_pages
 
 ROOM = 0.6  # the share of free memory that packed weights may take; up to a quarter belongs to the cache
@@ -66,6 +67,7 @@ class Packer:
         end = time.perf_counter() + seconds
         while self._left and time.perf_counter() < end:
             self._pack_next(self._left.popleft())
+            trim(None if self._left else 0)  # weights that were cast when they were loaded lay in malloc's memory
 
     def _pack_next(self, matrix: Packable) -> None:
         weight = matrix.weight

@@ -210,7 +210,19 @@ def open_checkpoint(model_dir: Path | str) -> Checkpoint:
     if isinstance(config, ModelConfig):
         shards, predicting = without_predictors(shards, config)
         left_out += predicting
-    return Checkpoint(path, config, widened(_by_module(shards, config)), quantization, left_out)
+    shards = _by_module(shards, config)
+    _check_number_of_experts(path, config, shards)
+    return Checkpoint(path, config, widened(shards), quantization, left_out)
+
+
+def _check_number_of_experts(path: Path, config: AnyConfig, shards: Shards) -> None:
+    """ModelError where config.json names far more experts than there are tensors: their network is not even built."""
+    experts = config.experts if isinstance(config, ModelConfig) else None
+    if experts is not None and experts.count * len(experts.layers) > len(shards):
+        raise ModelError(
+            f"{path}: config.json names {experts.count} experts in each of {len(experts.layers)} layers, and the files "
+            f"hold only {len(shards)} tensors; config.json is wrong, or the checkpoint is incomplete."
+        )
 
 
 def _by_module(shards: Shards, config: AnyConfig) -> Shards:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from fp8serve.model.storage import heap
+
 from .tiny import write_model
 
 MIB = 2**20
@@ -30,6 +32,7 @@ load(sys.argv[1]).pack_weights()  # what the libraries take on their first use
 heap.KEPT = 0
 heap.trim()
 before = resident()
+heap.KEPT = int(sys.argv[3])
 engine = load(sys.argv[2])
 loaded = resident()
 engine.pack_weights()
@@ -42,7 +45,19 @@ print(engine.info()["weight_bytes"], loaded - before, resident() - before)
 def test_the_weights_of_experts_are_in_memory_once(kind: str, tmp_path: Path) -> None:
     """Quantized from BF16 as they are loaded; then stacked, and packed where this machine does so."""
     models = write_model(tmp_path / "small", kind), write_model(tmp_path / "model", kind, **SIZES, **WIDE[kind])
-    done = subprocess.run([sys.executable, "-c", LOAD, *models], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", LOAD, *models, "0"], capture_output=True, text=True, check=True)
     weights, *held = map(int, done.stdout.split())
     assert weights > 50 * MIB
     assert max(held) < 1.6 * weights, [size / weights for size in held]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc, and glibc's heap is trimmed")
+def test_weights_that_were_packed_leave_nothing_behind(tmp_path: Path) -> None:
+    """What was cast while loading lies in malloc's memory, which is given back though it is less than `heap.KEPT`."""
+    sizes = {"hidden_size": 512, "num_attention_heads": 4, "num_hidden_layers": 30, "intermediate_size": 1024}
+    models = write_model(tmp_path / "small"), write_model(tmp_path / "model", **sizes)
+    command = [sys.executable, "-c", LOAD, *models, str(heap.KEPT)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    weights, _, packed = map(int, done.stdout.split())
+    assert weights > 50 * MIB
+    assert packed < 1.4 * weights, packed / weights

@@ -64,7 +64,9 @@ def work(directory: Path, mood: str, stopped: list[int]) -> int:
             return 3
     model = directory / "out" / "model"
     model.mkdir(parents=True, exist_ok=True)
-    (model / "config.json").write_text(json.dumps({"trained": directory.name}))
+    base = Path(json.loads((directory / "job.json").read_text())["model"])
+    config = json.loads((base / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"transformers_version": directory.name}))
     (directory / "result.json").write_text("{}")
     return 0
 

@@ -59,9 +59,10 @@ def _parts(name: str, entry: StoredTensor, experts: Experts, halved: bool) -> It
         yield from _of_inputs(inputs, entry, experts)
         return
     match = _STACK.fullmatch(name)
-    if match is None or len(entry.shape) != 3 or entry.shape[0] != experts.count:
+    if match is None or len(entry.shape) != 3:
         yield name, entry
         return
+    _check_count(entry, name, experts)
     owner, projection, scale = match.groups()
     leaves = _leaves(projection, experts)
     _, rows, columns = entry.shape
@@ -87,6 +88,15 @@ def _of_inputs(match: "re.Match[str]", entry: StoredTensor, experts: Experts) ->
         one = replace(entry, shape=(), start=entry.start + expert * entry.dtype.itemsize, note=None)
         for leaf in _leaves(projection, experts):
             yield f"{owner}.{expert}.{leaf}.{scale}", one
+
+
+def _check_count(entry: StoredTensor, name: str, experts: Experts) -> None:
+    """ModelError where a stack holds more experts than config.json names, or fewer."""
+    if entry.shape[0] != experts.count:
+        raise ModelError(
+            f"{entry.file}: {name} holds {entry.shape[0]} experts, and config.json names {experts.count}; one of the "
+            "two is wrong, or the file is incomplete."
+        )
 
 
 def _check_blocks(entry: StoredTensor, name: str, experts: Experts) -> None:

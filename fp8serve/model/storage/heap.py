@@ -22,12 +22,12 @@ class _Usage(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in _USAGE.split()]
 
 
-def trim() -> None:
-    """Return the unused memory that glibc's malloc holds, if it is more than `KEPT`.
+def trim(kept: int | None = None) -> None:
+    """Return the unused memory that glibc's malloc holds, if it is more than `kept` bytes, or `KEPT`.
 
     Nothing happens with another C library; a glibc older than 2.33, which cannot count, returns everything.
     """
-    if (libc := _glibc()) and held(libc) > KEPT:
+    if (libc := _glibc()) and held(libc) > (KEPT if kept is None else kept):
         libc.malloc_trim(0)
 
 

@@ -13,7 +13,6 @@ every `*.safetensors` for weights, and `scales.safetensors` is not a weight file
 Pickles (`pytorch_model.bin`) are not read on purpose: loading one runs the code in it.
 """
 
-import json
 import math
 import os
 import re
@@ -26,12 +25,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fp8serve.errors import ModelError, one_line, shown
-from fp8serve.model.storage.files import no_duplicates, present, read_json, regular_file, write_json
+from fp8serve.errors import ModelError, shown
+from fp8serve.model.storage.files import present, read_json, regular_file, write_json
+from fp8serve.model.storage.headers import header_json
 from fp8serve.model.storage.mapped import map_file
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,255}")
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn,
@@ -54,29 +53,12 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """(tensors by name, metadata) of one safetensors file, without touching its data. ModelError when malformed."""
     if not regular_file(path):
         raise ModelError(f"{path} does not exist or is not a regular file; the model's download is incomplete.")
-    raw, begin = _header_json(path)
+    raw, begin = header_json(path)
     metadata = raw.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise ModelError(f"{path} has metadata that is not text.")
     entries = {name: _entry(path, name, value, begin) for name, value in raw.items()}
     return {name: replace(entry, note=metadata.get(name)) for name, entry in entries.items()}, metadata
-
-
-def _header_json(path: Path) -> tuple[dict[str, Any], int]:
-    """(the header, where the tensors' bytes begin)."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise ModelError(f"{path} is not a whole safetensors file ({size} bytes); download it again.")
-        text = file.read(length)
-    try:
-        raw = json.loads(text, object_pairs_hook=no_duplicates)
-    except (ValueError, RecursionError) as e:
-        raise ModelError(f"{path} has a header that is not valid JSON: {one_line(e)}.") from None
-    if not isinstance(raw, dict):
-        raise ModelError(f"{path} has a header that is not a JSON object.")
-    return raw, 8 + length
 
 
 def _entry(path: Path, name: str, value: Any, begin: int) -> StoredTensor:

@@ -2,7 +2,8 @@
 
 The first engine plans for itself. Each next one is compared with the free memory less what the others will still
 take: pages of a cache are taken when they are first written, and weights are mapped until they are packed
-(engine/packing.py). On a GPU the engine measures by itself, and `gpu_memory` divides the memory.
+(engine/packing.py). What weights take depends on their recipe (model/resident.py). On a GPU the engine measures by
+itself, and `gpu_memory` divides the memory.
 """
 
 from collections.abc import Iterable
@@ -10,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8serve.errors import MachineError
-from fp8serve.model.config.decoder import read_config
 from fp8serve.model.network.memory import free_memory
+from fp8serve.model.resident import resident
 from fp8serve.server.serving.served import EngineHandle, Source
 
 PROCESS = 256 << 20  # bytes that an engine takes besides weights and cache
@@ -42,20 +43,10 @@ def _still_to_take(engine: EngineHandle) -> int:
 
 
 def _weight_bytes(source: Source) -> int:
-    draft = source.options.draft_model
-    directories = [source.directory, *([] if draft is None else [Path(draft)])]
-    files = [path for each in directories for path in each.glob("*.safetensors") if path.name != "scales.safetensors"]
-    return sum(path.stat().st_size for path in files) + sum(_cast_head_bytes(source, each) for each in directories)
-
-
-def _cast_head_bytes(source: Source, directory: Path) -> int:
-    """The bytes of a head that is cast when it is loaded: FP8 elements and an FP32 scale a row, beside the matrix of
-    the file, which is read meanwhile. A BF16 head is in the files, as a matrix of its own or as the embedding.
-    """
-    if source.options.head_dtype == "bf16":
-        return 0
-    config = read_config(directory)
-    return config.vocab_size * (config.hidden_size + 4)
+    """The most that the weights take, of the draft model, too, which is read as it is stored."""
+    options, draft = source.options, source.options.draft_model
+    peak = resident(source.directory, options.recipe, options.head_dtype, options.scales).peak
+    return peak if draft is None else peak + resident(Path(draft), "stored", options.head_dtype).peak
 
 
 def _said(size: int) -> str:
