@@ -109,6 +109,19 @@ async def test_a_job_runs_reports_and_succeeds(start: Start) -> None:
         assert str(server.state.data_dir) not in everything
 
 
+async def test_the_series_of_a_run_that_went_back_has_each_step_once(start: Start) -> None:
+    async with start() as server:
+        job = (await submit(server))["id"]
+        await wait_for(server, job, "succeeded")
+        again = [{"step": step, "train_loss": 7.0, "returns": 1} for step in (3, 4)]
+        made = {"created_at": 1, "level": "info", "type": "metrics", "message": "Step"}
+        server.state.jobs.take_in(job, [{"id": 1000 + one["step"], **made, **one} for one in again])
+        series = (await server.client.get(f"/finetune/{job}/metrics")).json()["metrics"]
+        assert [(one["step"], one["train_loss"]) for one in series] == [(1, 1.0), (2, 0.5), (3, 7.0), (4, 7.0)]
+        table = await server.client.get(f"/finetune/{job}/metrics", params={"format": "csv"})
+        assert [row["step"] for row in csv.DictReader(io.StringIO(table.text))] == ["1", "2", "3", "4"]
+
+
 async def test_a_checkpoint_that_is_gone_is_not_listed(start: Start) -> None:
     async with start() as server:
         job = await submit(server)
