@@ -71,6 +71,19 @@ async def test_an_adapters_job_keeps_its_fields(start: Start) -> None:
         assert "give lora_rank, too" in refused.text
 
 
+async def test_states_of_8_bits_are_refused_where_the_package_is_missing(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start() as server:
+        body = {"data": [{"text": "a"}], "optimizer_states": "8bit"}
+        monkeypatch.setattr("fp8serve.train.memory.find_spec", lambda name: None)
+        refused = await server.client.post("/finetune", json=body)
+        assert (refused.status_code, "pip install 'fp8serve[torchao]'" in refused.text) == (422, True), refused.text
+        monkeypatch.setattr("fp8serve.train.memory.find_spec", lambda name: object())
+        assert (await server.client.post("/finetune", json=body)).status_code == 202
+        assert (await server.client.post("/finetune", json=body | {"optimizer_states": "4bit"})).status_code == 422
+
+
 def test_an_openai_job_takes_the_fields_of_an_adapter() -> None:
     body = JobBody(model="tiny", training_file="file-1", seed=3, lora_rank=8, lora_targets=["q_proj"])  # type: ignore[call-arg]
     asked = body.native().hyper_parameters()
