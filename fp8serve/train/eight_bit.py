@@ -63,12 +63,14 @@ def _moment(codes: Tensor, scale: Tensor, signed: bool, parameter: Tensor) -> Te
 
 def _torchao() -> Any:
     """`torchao.optim`. Its other parts tell of kernels that this machine lacks, and which nothing here uses."""
-    log = logging.getLogger("torchao")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
+    logs = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return import_module("torchao.optim")
     finally:
-        log.setLevel(level)
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)
