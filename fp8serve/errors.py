@@ -7,6 +7,11 @@ quoted value may come from a stranger and have any length and any characters: `s
 MAX_SHOWN = 80  # characters of a quoted value
 
 
+def json_kind(value: object) -> str:
+    """What a value is that was read from JSON, for a message."""
+    return "null" if value is None else f"a JSON {type(value).__name__}"
+
+
 def shown(value: object) -> str:
     """`value` as a sentence quotes it: its repr, shortened to its beginning if it is long."""
     return _cut(repr(value))

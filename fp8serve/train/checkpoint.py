@@ -4,7 +4,7 @@
     model.safetensors.index.json, config.json, tokenizer
                             (carried over, quantization removed) the directory is itself a model directory; of an
                             adapter only its masters, `{linear}.lora_A` and so on
-    optimizer.safetensors   `{parameter}.{exp_avg|exp_avg_sq|step}`
+    optimizer.safetensors   `{parameter}.{exp_avg|exp_avg_sq|step}`; moments of 8 bits as `train.eight_bit` says
     scaling.safetensors     `{linear}.{input|weight|grad_output}.{scale|amax_history|nonfinite|steps}`
     random.safetensors      torch's generator state
     method.safetensors      what the method found before the first step (`methods.interface`), where it has any

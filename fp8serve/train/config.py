@@ -27,6 +27,7 @@ from fp8serve.train.methods.options import LossType, MethodName, ScaleRewards, c
 from fp8serve.train.reporting import ReportTool
 
 MasterWeights = Literal["model", "optimizer"]
+OptimizerStates = Literal["fp32", "8bit"]
 Packing = Literal["rows", "tokens"]
 OnDivergence = Literal["fail", "keep", "return"]
 Schedule = Literal["cosine", "linear", "constant"]
@@ -102,6 +103,9 @@ class TrainConfig:
     master_weights: Annotated[
         MasterWeights, About("FP32 weights in the model, or in the optimizer beside a BF16 model.")
     ] = "model"
+    optimizer_states: Annotated[
+        OptimizerStates, About("Moments of matrices in FP32, or in 8 bits, which takes torchao.")
+    ] = "fp32"
     recompute: Annotated[
         bool, About("Keep the inputs of layers only for the backward pass, and compute the rest again.")
     ] = False

@@ -88,8 +88,8 @@ def load_items(
     items, report = reader.items(examples, tokenizer, seq_len)
     if not items:
         raise DataError(
-            f"None of the {report.examples} examples in {', '.join(paths)} has a token to learn from within seq_len "
-            f"{seq_len}; check that completions or assistant turns are there and raise seq_len if prompts fill it."
+            f"None of the {report.examples} examples in {', '.join(paths)} has {reader.lacks} within seq_len "
+            f"{seq_len}; {reader.advice}."
         )
     return items, report
 

@@ -27,6 +27,8 @@ from fp8serve.errors import GroupError
 
 MAX_RESTARTS = 3
 STOP_SECONDS = 600  # for the step that runs and a checkpoint; ranks that take longer are killed
+PEER_LOST = ("Connection reset by peer", "Connection closed by peer", "Broken pipe")
+"""What torch says when an exchange fails because the process on the other end is gone: no mistake of this one."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -96,8 +98,11 @@ def main(arguments: list[str]) -> int:
         status = resolve_name(function)(rest)
     except SystemExit as end:  # of a rank that leaves the message to rank 0
         status = end.code
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        if any(words in str(error) for words in PEER_LOST):
+            print("fp8serve: another process of the group ended, and this one does, too.", file=sys.stderr)
+        else:
+            traceback.print_exc()
         return 1
     if os.environ["RANK"] == "0":
         Path(status_file).write_text(str(status))

@@ -4,7 +4,9 @@ Counted are the matrices of every family here: attention that is latent or not, 
 nor are the masks and buffers of a model that transformers computes.
 """
 
-from fp8serve.errors import JobError
+from importlib.util import find_spec
+
+from fp8serve.errors import JobError, MachineError
 from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.config.mixture import Experts
 from fp8serve.train.config import TrainConfig
@@ -41,7 +43,7 @@ def memory_estimate(model: ModelConfig, config: TrainConfig, tokens: int, fracti
     recipe = config.fp8_recipe
     once = recipe is not None and recipe.specs.linear["weight"].serves_both_directions
     parts = {
-        "weights": every * (12 if in_model else 14),
+        "weights": every * (4 if in_model else 6) + _moments(config, every - _norms(model), _norms(model)),
         "gradients": every * (4 if in_model else 6),
         "casts": 2 * others + linears * (1 if once else 2),
         "activations": tokens * _kept(model, config),
@@ -56,6 +58,20 @@ def memory_estimate(model: ModelConfig, config: TrainConfig, tokens: int, fracti
 
 def _of_logits(elements: int) -> int:
     return 4 * elements + 8 * min(elements, LOGITS_AT_ONCE)
+
+
+def check_states(config: TrainConfig) -> None:
+    """MachineError: the optimizer's states need a package that is not there."""
+    if config.optimizer_states == "8bit" and find_spec("torchao") is None:
+        raise MachineError(
+            "8-bit optimizer states need torchao, which is not installed: pip install 'fp8serve[torchao]', or leave "
+            "optimizer_states out."
+        )
+
+
+def _moments(config: TrainConfig, in_matrices: int, others: int) -> int:
+    """Bytes of both moments of so many parameters."""
+    return (2 * in_matrices + in_matrices // 32 if config.optimizer_states == "8bit" else 8 * in_matrices) + 8 * others
 
 
 def check_recompute(config: TrainConfig, model: ModelConfig) -> None:
@@ -74,8 +90,9 @@ def _of_adapter(model: ModelConfig, config: TrainConfig, tokens: int, fraction: 
     linears, others = parameter_counts(model)
     sides, rank = _sides(model), config.lora_rank or 0
     adapter = rank * sides + (sides // 2 if config.dora else 0)  # about half of them are outputs
+    trained = 4 * adapter + _moments(config, adapter, 0)
     parts = {
-        "weights": linears * (2 if config.recipe == "bf16" else 1) + 2 * others + 12 * adapter,
+        "weights": linears * (2 if config.recipe == "bf16" else 1) + 2 * others + trained,
         "gradients": 4 * adapter,
         "casts": model.hidden_size * model.intermediate_size,  # the transpose of the largest weight
         "activations": tokens * (_kept(model, config) + 2 * rank * 7 * (1 if config.recompute else model.num_layers)),

@@ -6,17 +6,20 @@ Two places for the masters:
 * "optimizer": the model holds BF16 and the optimizer an FP32 copy; gradients leave BF16 for an FP32 accumulator after
   each microbatch, so accumulation loses nothing. 20 bytes a parameter.
 
-The moments and the update are `torch.optim.AdamW` in its fused form: one pass over weight, gradient and moments.
+The moments and the update are `torch.optim.AdamW` in its fused form: one pass over weight, gradient and moments. With
+`optimizer_states="8bit"` those of matrices are torchao's (eight_bit.py), at 10 or 14 bytes a parameter.
 Weight decay touches matrices only: norms and biases are left alone.
 """
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fp8serve.errors import JobError
+from fp8serve.train import eight_bit
 from fp8serve.train.config import TrainConfig
 
 
@@ -51,9 +54,13 @@ class Optimizer:
         decayed = [p for p in self.masters.values() if p.dim() >= 2]
         plain = [p for p in self.masters.values() if p.dim() < 2]
         groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        self._adam = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
-        )
+        about: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+        self._small: torch.optim.Optimizer | None = None  # of the matrices, with moments of 8 bits
+        if config.optimizer_states == "8bit":
+            self._small = eight_bit.adam(groups[:1], **about) if decayed else None
+            groups = groups[1:]
+        groups = [group for group in groups if group["params"]]
+        self._adam = torch.optim.AdamW(groups, **about, fused=True) if groups else None
 
     def collect(self) -> None:
         """After each backward: move BF16 gradients into the FP32 accumulators ("optimizer" masters only)."""
@@ -86,16 +93,30 @@ class Optimizer:
                 grad.mul_(self._clip / norm)
 
     def _update(self, rate: float) -> None:
-        for group in self._adam.param_groups:
-            group["lr"] = rate
-        self._adam.step()
+        if self._small is not None:
+            eight_bit.step(self._small, rate)
+        if self._adam is not None:
+            for group in self._adam.param_groups:
+                group["lr"] = rate
+            self._adam.step()
         if self._own:
             for name, parameter in self._model.items():
                 parameter.copy_(self.masters[name])
 
     def state(self) -> dict[str, Tensor]:
-        """Moments as `{name}.{exp_avg|exp_avg_sq|step}`; a parameter that never had a gradient has none."""
-        return {f"{n}.{k}": v for n, p in self.masters.items() for k, v in self._adam.state.get(p, {}).items()}
+        """Moments as `{name}.{exp_avg|exp_avg_sq|step}`, those of 8 bits as `eight_bit` says.
+
+        A parameter that never had a gradient has none.
+        """
+        entries = {name: self._of(parameter).state.get(parameter, {}) for name, parameter in self.masters.items()}
+        flat = {name: eight_bit.flat(entry) for name, entry in entries.items()}
+        return {f"{name}.{kind}": value for name, entry in flat.items() for kind, value in entry.items()}
+
+    def _of(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
+        """The one that updates a parameter."""
+        found = self._small if self._small is not None and parameter.dim() >= 2 else self._adam
+        assert found is not None
+        return found
 
     @torch.no_grad()
     def load(self, masters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
@@ -112,7 +133,8 @@ class Optimizer:
             name, _, kind = key.rpartition(".")
             moments.setdefault(name, {})[kind] = value.to(self.masters[name].device, copy=True)
         for name, entry in moments.items():
-            self._adam.state[self.masters[name]] = entry
+            master = self.masters[name]
+            self._of(master).state[master] = eight_bit.whole(entry, master)
 
 
 def _global_norm(grads: list[Tensor]) -> float:

@@ -1,13 +1,14 @@
 """The metrics of a run as a series: one row for each step that was reported, as a table in CSV and as curves.
 
 A run's own log (`train.event_log`), a job's events and the answer of `GET /finetune/{id}/metrics` all hold these rows.
+A run that diverged went back to a checkpoint, and its log has steps twice; its series has each once.
 No torch here.
 """
 
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,21 @@ def of_run(directory: Path) -> list[Metrics]:
         lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is being written
         events = [json.loads(line) for line in lines]
         found = [event for event in events if event["type"] == "metrics"]
-        return [{name: value for name, value in event.items() if name not in NOT_MEASURED} for event in found]
+        rows = [{name: value for name, value in event.items() if name not in NOT_MEASURED} for event in found]
+        return as_it_stands(rows)
     except (OSError, ValueError, KeyError, TypeError) as problem:
         raise JobError(f"{path} cannot be read as the log of a run: {problem}.") from None
+
+
+def as_it_stands(rows: Iterable[Metrics]) -> list[Metrics]:
+    """`rows`, oldest first, without those that a run took back when it took their steps again: each step once, the
+    later one, in order."""
+    kept: list[Metrics] = []
+    for row in rows:
+        while kept and kept[-1]["step"] >= row["step"]:
+            kept.pop()
+        kept.append(row)
+    return kept
 
 
 def as_csv(series: Sequence[Metrics]) -> str:

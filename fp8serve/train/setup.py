@@ -4,13 +4,13 @@ A checkpoint is itself a model directory, so a resumed job needs nothing of the 
 an adapter needs its base model.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8serve import __version__
 from fp8serve.errors import JobError
@@ -28,14 +28,14 @@ from fp8serve.ranks import ALONE, Ranks
 from fp8serve.train import state
 from fp8serve.train.carry import carried_files
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.data import RowCounts, check_length, fingerprint
+from fp8serve.train.data import Item, RowCounts, check_length, fingerprint
 from fp8serve.train.events import OnEvent, message
 from fp8serve.train.export import served_in_fp8
 from fp8serve.train.forward import Forward
 from fp8serve.train.lora import adapted_model, trained
 from fp8serve.train.memory import check_recompute
 from fp8serve.train.methods.interface import Method
-from fp8serve.train.methods.table import method_of
+from fp8serve.train.methods.table import method_of, reader_of
 from fp8serve.train.optimizer import Optimizer
 from fp8serve.train.order import total_steps
 from fp8serve.train.tokenized import TokenizedData
@@ -97,8 +97,9 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent, ranks: Ranks =
     device_of(config)
     data = TokenizedData(config, source, Tokenizer.from_dir(source, config.today), on_event, keeps=ranks.first)
     items, report = data.load("data")
-    report_data(report, on_event)
+    report_data(report, on_event, reader_of(config).lacks)
     eval_items = data.load("eval_data")[0] if config.eval_data else []
+    report_overlap(items, eval_items, on_event)
     kept = () if recipe is None or config.lora_rank else kept_linears(source)
     if kept:
         text = f"{len(kept)} linear layers that are not in FP8 in the model are trained in BF16 and stay so"
@@ -113,6 +114,7 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent, ranks: Ranks =
     if config.lora_rank:
         count = sum(parameter.numel() for parameter in parameters.values())
         on_event(message("adapter", f"An adapter of {count} parameters is trained", parameters=count))
+        report_rank(parameters, config.lora_rank, on_event)
     optimizer = Optimizer(parameters, config)
     return Setup(
         method=method_of(config),
@@ -149,7 +151,7 @@ def device_of(config: TrainConfig) -> torch.device:
     return device
 
 
-def report_data(report: RowCounts, on_event: OnEvent) -> None:
+def report_data(report: RowCounts, on_event: OnEvent, lacks: str) -> None:
     """Say how much of the data carries loss before any time is spent on it."""
     text = (
         f"{report.rows} rows, {report.tokens} tokens an epoch, {report.trainable_fraction:.1%} of them carry loss; "
@@ -158,8 +160,36 @@ def report_data(report: RowCounts, on_event: OnEvent) -> None:
     numbers = {**vars(report), "trainable_fraction": report.trainable_fraction}
     on_event(message("data", text, **numbers))
     if report.dropped_rows:
-        text = f"{report.dropped_rows} examples have no token to learn from and were dropped"
+        text = f"{report.dropped_rows} examples do not have {lacks} within seq_len and were dropped"
         on_event(message("rows_dropped", text, level="warn", dropped_rows=report.dropped_rows))
+
+
+def report_overlap(items: Sequence[Item], eval_items: Sequence[Item], on_event: OnEvent) -> None:
+    """Warn of validation by what is learnt, which cannot tell what a model knows from what it has by heart."""
+    learnt = {_content(item) for item in items} if eval_items else set()
+    if both := sum(_content(item) in learnt for item in eval_items):
+        text = f"{both} of {len(eval_items)} validation rows are training rows, too: their loss falls by memory alone"
+        on_event(message("overlap", text, level="warn", rows=both))
+
+
+def _content(item: Item) -> tuple[bytes, ...]:
+    return tuple(row.ids.tobytes() + row.loss.tobytes() for row in item.rows)
+
+
+def report_rank(parameters: Mapping[str, nn.Parameter], rank: int, on_event: OnEvent) -> None:
+    """Warn of an adapter that has more rows than the change of a matrix can have rank."""
+    shapes = {name.rpartition(".")[0]: [0, 0] for name in parameters}
+    for name, parameter in parameters.items():
+        layer, _, part = name.rpartition(".")
+        if part in ("lora_A", "lora_B"):
+            shapes[layer][part == "lora_B"] = parameter.numel() // rank
+    sides = [min(shape) for shape in shapes.values()]
+    if more := sum(side < rank for side in sides):
+        text = (
+            f"Rank {rank} is more than the smaller side of {more} of {len(sides)} matrices (the smallest: "
+            f"{min(sides)}), which can learn no more by it than by a rank of that side"
+        )
+        on_event(message("rank_too_large", text, level="warn", layers=more))
 
 
 def kept_linears(source: Path) -> tuple[str, ...]:

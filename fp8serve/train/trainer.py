@@ -56,6 +56,7 @@ from fp8serve.train.gradients import accumulate
 from fp8serve.train.health import Health
 from fp8serve.train.held_out import HeldOut, held_out_metrics
 from fp8serve.train.identity import check_same_job, dated, identity_of
+from fp8serve.train.memory import check_states
 from fp8serve.train.methods.interface import Scene
 from fp8serve.train.optimizer import learning_rate
 from fp8serve.train.order import Cursor, Step, walk
@@ -124,6 +125,7 @@ class Trainer:
         """
         check_processes(self.config, self.ranks.size)
         check_installed(self.config.report_to)
+        check_states(self.config)
         with self.ranks.together():
             lock = self._taken() if self.ranks.first else nullcontext()
         telling = reported(self.config, on_event) if self.ranks.first else nullcontext(_ignore)

@@ -68,6 +68,7 @@ def test_text_becomes_passages_of_whole_paragraphs(tmp_path: Path) -> None:
     [
         ('{"text": ', "d.jsonl:2 is not valid JSON"),
         ("[1]", "d.jsonl:2 is a JSON list where an object"),
+        ("null", "d.jsonl:2 is null where an object"),
         ({"text": "a", "messages": CHAT}, "d.jsonl:2 has both text and messages; give one of"),
         ({"text": "a", "completion": "b"}, "has both text and prompt"),
         ({"content": "a"}, r"has only \['content'\]; give one of"),

@@ -289,3 +289,15 @@ def test_another_beta_is_another_job(dpo: Configure) -> None:
     Trainer(dpo(max_steps=2)).run()
     with pytest.raises(JobError, match=r"written with beta=None, this job says 0\.3"):
         Trainer(dpo(max_steps=3, beta=0.3)).run()
+
+
+def test_pairs_of_the_same_answer_are_said_to_be_that(dpo: Configure, tmp_path: Path) -> None:
+    same, pair = {"prompt": "a", "chosen": "b c", "rejected": "b c"}, {"prompt": "a", "chosen": "b", "rejected": "c"}
+    data = write_lines(tmp_path / "same.jsonl", [same, same])
+    with pytest.raises(DataError, match=r"None of the 2 examples in .* has two different answers within seq_len"):
+        Trainer(dpo(data=[str(data)], max_steps=1)).run()
+    told: list[Any] = []
+    write_lines(data, [same, pair])
+    Trainer(dpo(data=[str(data)], max_steps=1)).run(told.append)
+    said = [event["message"] for event in told if event.get("code") == "rows_dropped"]
+    assert said == ["1 examples do not have two different answers within seq_len and were dropped"]

@@ -76,6 +76,16 @@ def test_the_base_is_as_it_is_served(lora: Configure) -> None:
     assert {n for n, p in model.named_parameters() if p.requires_grad} == set(masters)
 
 
+@pytest.mark.parametrize(("rank", "layers"), [(32, 0), (33, 4), (65, 14)])
+def test_a_rank_above_a_matrixs_side_is_warned_of(lora: Configure, rank: int, layers: int) -> None:
+    """The tiny model's keys and values have 32 rows, and every other side is 64 or more."""
+    told: list[Any] = []
+    Trainer(lora(recipe="current", lora_rank=rank, max_steps=1)).run(told.append)
+    found = [event for event in told if event.get("code") == "rank_too_large"]
+    assert [event["layers"] for event in found] == ([layers] if layers else [])
+    assert all(f"Rank {rank} is more than the smaller side of {layers} of 14 matrices" in e["message"] for e in found)
+
+
 def test_another_base_is_another_job(lora: Configure, model_dir: Path) -> None:
     Trainer(lora(max_steps=2, recipe="current")).run()
     with pytest.raises(JobError, match="was trained from another model"):

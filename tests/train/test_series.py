@@ -9,7 +9,7 @@ import pytest
 
 from fp8serve.errors import JobError
 from fp8serve.train.event_log import EVENTS, logged
-from fp8serve.train.series import FIRST, as_csv, curves, of_run
+from fp8serve.train.series import FIRST, as_csv, as_it_stands, curves, of_run
 
 ROWS = [
     {"step": 1, "total_steps": 2, "train_loss": 2.5, "learning_rate": 1e-5, "rewards/chosen": -0.25},
@@ -53,6 +53,21 @@ def test_the_log_of_a_run_is_read_while_it_is_written(tmp_path: Path) -> None:
         for row in ROWS:
             log({"type": "metrics", "level": "info", "message": "Step", **row})
     assert of_run(tmp_path) == ROWS
+
+
+def test_a_step_that_was_taken_again_counts_once_and_the_later_time(tmp_path: Path) -> None:
+    def row(step: int, loss: float, **more: int) -> dict[str, float]:
+        return {"step": step, "train_loss": loss, **more}
+
+    first = [row(step, 9.0 + step) for step in (1, 2, 3, 4)]
+    again = [row(step, float(step), returns=1) for step in (2, 3)]
+    assert as_it_stands([]) == []
+    assert as_it_stands(first) == first
+    with logged(tmp_path / EVENTS) as log:
+        for one in first + again:  # gone back to step 1, and now at 3: step 4 is taken back
+            log({"type": "metrics", "level": "info", "message": "Step", **one})
+    assert of_run(tmp_path) == [first[0], *again]
+    assert curves(of_run(tmp_path))["training"] == [(1, 10.0), (2, 2.0), (3, 3.0)]
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe\n", b"[1]\n", json.dumps({"step": 1}).encode() + b"\n"])

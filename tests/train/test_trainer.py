@@ -226,3 +226,14 @@ def test_no_step_is_taken_at_scale_one(configure: Configure) -> None:
         events.append
     )
     assert [e["code"] for e in events if e["type"] == "message"] == ["data", "seeded", "exported"]
+
+
+def test_validation_by_what_is_learnt_is_warned_of(configure: Configure, tmp_path: Path) -> None:
+    learnt = Path(configure().data[0]).read_text().splitlines()
+    mixed = tmp_path / "mixed.jsonl"
+    mixed.write_text("\n".join([*learnt[:3], '{"text": "the lazy fox"}']))
+    for files, said in (([str(mixed)], ["3 of 4 validation rows are training rows, too"]), ([], [])):
+        told: list[Any] = []
+        Trainer(configure(eval_data=files, max_steps=1, out=str(tmp_path / str(len(files))))).run(told.append)
+        found = [event["message"] for event in told if event.get("code") == "overlap"]
+        assert [message.partition(":")[0] for message in found] == said

@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fp8serve.errors import DataError, Fp8ServeError, one_line, shown
+from fp8serve.errors import DataError, Fp8ServeError, json_kind, one_line, shown
 from fp8serve.model.text.chat_rows import messages_of, tools_of, valid_unicode
 from fp8serve.model.text.conversation import for_template
 from fp8serve.model.text.data_files import Rows, read_source, source_name
@@ -134,7 +134,7 @@ def object_of(row: str | Mapping[str, Any], where: str) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as e:
         raise DataError(f"{where} is not valid JSON: {one_line(e)}.") from None
     if not isinstance(found, dict):
-        raise DataError(f"{where} is a JSON {type(found).__name__} where an object was expected.")
+        raise DataError(f"{where} is {json_kind(found)} where an object was expected.")
     return found
 
 

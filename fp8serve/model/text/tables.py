@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fp8serve.errors import DataError, one_line, shown
+from fp8serve.errors import DataError, json_kind, one_line, shown
 
 COLUMNS = (
     *("text", "prompt", "completion", "messages", "tools", "functions"),
@@ -33,7 +33,7 @@ def array_rows(lines: Iterable[str], name: str) -> Numbered:
         raise DataError(f"{name} is not valid JSON: {one_line(e)}.") from None
     for number, row in enumerate(found, 1):
         if not isinstance(row, dict):
-            raise DataError(f"{name}:{number} is a JSON {type(row).__name__} where an object was expected.")
+            raise DataError(f"{name}:{number} is {json_kind(row)} where an object was expected.")
         yield number, row
 
 

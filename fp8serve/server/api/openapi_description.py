@@ -109,7 +109,7 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("post", "/models/{name}/load"): Route(f.ModelView, LOAD),
     ("post", "/models/{name}/unload"): Route(f.Unloaded, (Code.MODEL_NOT_FOUND, Code.NAME_TAKEN, Code.ALIAS_BUSY)),
     ("post", "/models/{name}/alias"): Route(f.ModelView, (Code.MODEL_NOT_FOUND, Code.NAME_TAKEN)),
-    ("post", "/weights"): Route(f.Replaced, BESIDE),
+    ("post", "/weights"): Route(f.Replaced, (*BESIDE, Code.ACTIVATION_FAILED)),
     ("post", "/v1/load_lora_adapter"): Route(None, BESIDE, media=("text/plain",)),
     ("post", "/v1/unload_lora_adapter"): Route(None, (Code.MODEL_NOT_FOUND, Code.DISK_FULL), media=("text/plain",)),
     ("post", "/v1/files"): Route(

@@ -27,6 +27,7 @@ from fp8serve.server.serving.served import Source
 from fp8serve.server.settings import Settings
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import check_length
+from fp8serve.train.memory import check_states
 
 SEQ_LEN = TrainConfig.seq_len
 PRIVATE = ("model", "data", "eval_data", "out", "reward", "grader_url")
@@ -84,12 +85,14 @@ class JobDirectories:
             model = read_config(source.directory)
             seq_len = body.seq_len or min(SEQ_LEN, model.max_position_embeddings)
             check_length(seq_len, model)
-            return TrainConfig.from_dict(
+            config = TrainConfig.from_dict(
                 body.hyper_parameters()
                 | {"model": str(source.directory.resolve()), "out": str(directory / "out"), "seq_len": seq_len}
                 | {"data": [str(p) for p in data], "eval_data": [str(p) for p in held_out]}
                 | {"device": self.settings.training_device, "report_to": list(self.settings.report_to)}
             )
+            check_states(config)
+            return config
         except Fp8ServeError as error:
             raise Fault(Code.INVALID_PARAMETER, str(error)) from None
 

@@ -151,7 +151,7 @@ class Swapped(Changed):
     verified: VerifiedView | None
 
 
-class Replaced(Changed):
+class Replaced(Swapped):
     weights_version: int
 
 

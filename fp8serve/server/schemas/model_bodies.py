@@ -1,8 +1,9 @@
 """The bodies that load a model, unload it, and give it another name."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from fp8serve.server.schemas.bodies import Body
 
@@ -40,6 +41,20 @@ class WeightsBody(Body):
         float | None,
         Field(ge=0, le=86_400, description="For requests under way; the server's `drain_seconds` if left out."),
     ] = None
+    texts: Annotated[
+        list[Annotated[str, Field(min_length=1)]] | None,
+        Field(min_length=1, max_length=64, description="On which the perplexity is measured, before and after."),
+    ] = None
+    max_perplexity_ratio: Annotated[
+        float | None,
+        Field(ge=1, le=1e9, description="How many times that of before it may be; 2 if left out. Needs `texts`."),
+    ] = None
+
+    @model_validator(mode="after")
+    def _ratio_of_texts(self) -> Self:
+        if self.max_perplexity_ratio is not None and self.texts is None:
+            raise PydanticCustomError("no_texts", "max_perplexity_ratio is measured on texts; give texts, too")
+        return self
 
 
 class LoadAdapterBody(Body):

@@ -12,10 +12,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from fp8serve.errors import Fp8ServeError
+from fp8serve.model.storage.finite import require_finite
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.serving.memory import fitted
 from fp8serve.server.serving.registry import Registry
-from fp8serve.server.serving.served import Source
+from fp8serve.server.serving.served import EngineHandle, Source
 from fp8serve.server.serving.served_model import ServedModel
 from fp8serve.server.serving.supervisor import EngineSupervisor
 from fp8serve.server.tasks import cancel
@@ -44,7 +45,8 @@ class Loader:
         """The model `name`, serving the first of `sources` that can be served, unless it already serves `home`.
 
         Fault 409: the name stands for something else, or the weights cannot be served. `keep`: the model then stays
-        listed, with the reason.
+        listed, with the reason. Without it, all numbers of the files must be finite: a client named them, and not the
+        command line.
         """
         return await self.to_the_end(self._load(name, home, sources, keep))
 
@@ -93,7 +95,7 @@ class Loader:
             before, self.known[name] = self.known.get(name), home
             model = self.models.models[name] = self._make(name, home)
             try:
-                await self._start(model, sources)
+                await self._start(model, sources, checks=not keep)
             except BaseException as error:
                 if keep and isinstance(error, Fp8ServeError):
                     model.state, model.problem = "failed", error
@@ -106,10 +108,10 @@ class Loader:
             self._supervised[name] = asyncio.create_task(EngineSupervisor(model).watch())
             return model
 
-    async def _start(self, model: ServedModel, sources: Sequence[Source]) -> None:
+    async def _start(self, model: ServedModel, sources: Sequence[Source], checks: bool) -> None:
         async with self._loading:
             others = [engine for other in self.models.models.values() for engine in other.engines()]
-            served = await model.start(sources, lambda source: fitted(source, others))
+            served = await model.start(sources, lambda source: _usable(source, others, checks))
         log.info("also serving %s (%s) as %s", served.source.model_id, served.weight_version, model.name)
 
     def _already(self, name: str, home: Source) -> ServedModel | None:
@@ -156,3 +158,11 @@ class Loader:
     def _remove(self, name: str) -> None:
         del self.models.models[name]
         self._forget(name)
+
+
+def _usable(source: Source, others: Sequence[EngineHandle], checks: bool) -> Source:
+    """`source` with its share of the machine. Fp8ServeError: there is no room, or `checks` and a number is NaN."""
+    found = fitted(source, others)
+    if checks:
+        require_finite(source.directory)
+    return found

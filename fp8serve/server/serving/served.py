@@ -87,6 +87,7 @@ class Served:
     leases: int = 0
     free: asyncio.Event = field(default_factory=asyncio.Event)
     adapter: str | None = None
+    written: Path | None = None  # where the weights came from that were written over those of the source
 
     @contextlib.contextmanager
     def lease(self) -> Iterator["Served"]:

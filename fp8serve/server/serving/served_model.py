@@ -204,29 +204,61 @@ class ServedModel:
                 self._retire(old)
             return new, verified
 
-    async def replace_weights(self, directory: Path, seconds: float) -> Served:
+    async def replace_weights(
+        self, directory: Path, seconds: float, verification: Verification = UNVERIFIED
+    ) -> tuple[Served, Verified | None]:
         """Writes the weights of `directory`, another version of the same model, over those that serve.
 
         Requests that run have so many seconds to end first, and new ones are sent away meanwhile, so that every answer
-        is one version's. An engine that is started again has the weights that it was started with. Fault 409: the
-        weights do not fit, there are adapters, or requests run on; then nothing has changed.
+        is one version's. The new weights write a token and pass `verification` before a request gets them. An engine
+        that is started again has the weights that it was started with. Fault 409: the weights do not fit or are not to
+        serve, there are adapters, or requests run on; then what served serves on.
         """
         old = self.resolve()
         if self._swap.locked():
             hint = "Try again when it is done."
             raise Fault(Code.ALIAS_BUSY, "Another change of the served weights is under way.", hint=hint)
         async with self._swap:
+            before = await verification.before(old)
             self.replacing = True
             try:
                 await self._until_free(old, seconds)
-                new = replace(old, weight_version=await self._overwrite(old, directory), free=asyncio.Event(), leases=0)
+                version = await self._overwrite(old, directory)
+                new = replace(old, weight_version=version, written=directory, free=asyncio.Event(), leases=0)
+                verified = await self._verified_or_back(old, new, verification, before)
             finally:
                 self.replacing = False
             if self.current is not old:
                 raise Fault(Code.ENGINE_DOWN, "The engine ended while its weights were replaced.", retry_after=2)
             self.current = new
             log.info("now serving %s with the weights %s", new.source.model_id, new.weight_version)
-            return new
+            return new, verified
+
+    async def _verified_or_back(
+        self, old: Served, new: Served, verification: Verification, before: float | None
+    ) -> Verified | None:
+        """What was measured of `new`, which was written over `old`. Fault 409: it is not to serve, and `old` does."""
+        try:
+            await self._canary(new.engine)
+            return await verification.written(new, before)
+        except Fp8ServeError as error:
+            became = await self._put_weights_back(old)
+            message = f"The new weights cannot be served, and {became}: {error}"
+            raise Fault(Code.ACTIVATION_FAILED, message) from None
+
+    async def _put_weights_back(self, old: Served) -> str:
+        """What became of it: the weights are read again where they came from; where that cannot be, or they are others
+        now, the engine is ended, which then starts again with its first ones."""
+        directory = old.written or old.source.directory
+        try:
+            is_same = old.weight_version.endswith(await asyncio.to_thread(weight_version, directory))
+            if is_same and old.source.options.scales is None:
+                await old.engine.load_weights(directory)
+                return "those before serve on"
+        except (Fp8ServeError, OSError) as error:
+            log.error("the weights before could not be put back: %s", error)
+        await old.engine.kill("The weights that were written over its own cannot be served.")
+        return "the engine starts again with its first ones"
 
     async def _until_free(self, served: Served, seconds: float) -> None:
         try:

@@ -1,16 +1,18 @@
-"""Whether weights that were loaded beside those that serve may take their place.
+"""Whether weights that were loaded beside those that serve, or written over them, may take their place.
 
 All numbers in their files are finite; they write an answer; and on rows of their job, the held-out ones where it has
-some, their perplexity is at most so many times that of what serves now. Both engines compute the same rows, the one
-that serves between the requests of its clients.
+some, or on texts that were given, their perplexity is at most so many times that of what served before. Both compute
+the same rows, what serves between the requests of its clients. A further model has no predecessor: of its files and its
+first token more is not asked.
 """
 
 import asyncio
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
@@ -18,6 +20,7 @@ from fp8serve.errors import Fp8ServeError, MachineError, ModelError
 from fp8serve.model.storage.finite import require_finite
 from fp8serve.server.serving.served import Served
 
+T = TypeVar("T")
 ANSWER = 8  # tokens that are written before weights may serve
 _NUMBERS = itertools.count()
 
@@ -28,6 +31,9 @@ class MeasuredRow:
 
     ids: tuple[int, ...]
     counts: tuple[bool, ...]
+
+
+Before = Callable[[Sequence[MeasuredRow]], Awaitable[float | None]]
 
 
 @dataclass(frozen=True)
@@ -42,12 +48,13 @@ class Verified:
 @dataclass(frozen=True)
 class Verification:
     """rows: what is measured; none: only that the weights are finite and write. ratio: how many times the perplexity of
-    what serves that of the new weights may be. seconds: for both to be measured."""
+    what serves that of the new weights may be. seconds: for both to be measured. what: a name of the rows."""
 
     rows: Sequence[MeasuredRow]
     ratio: float
     seconds: float
     reads_files: bool = True
+    what: str = "the job's rows"
 
     async def files(self, directory: Path) -> None:
         """ModelError: a number is not finite."""
@@ -56,25 +63,49 @@ class Verification:
 
     async def engines(self, new: Served, old: Served | None) -> Verified | None:
         """What was measured, if anything was. Fp8ServeError: the new weights are not to serve."""
+        comparable = old is not None and old.engine.limits.vocab_size == new.engine.limits.vocab_size
+        of = old if comparable else None
+        return await self._in_time(self._measured(new, lambda rows: _perplexity_of_served(of, rows)))
+
+    async def before(self, served: Served) -> float | None:
+        """The perplexity of what serves, before others are written over it; None where there is none to compare with.
+        MachineError: it took too long.
+        """
+        rows = self._rows_of(served)
+        return await self._in_time(_perplexity_of_served(served, rows)) if rows else None
+
+    async def written(self, new: Served, before: float | None) -> Verified | None:
+        """As `engines`, of weights that were written over those whose perplexity was `before`."""
+
+        async def known(_: Sequence[MeasuredRow]) -> float | None:
+            return before
+
+        return await self._in_time(self._measured(new, known))
+
+    async def _in_time(self, measuring: Awaitable[T]) -> T:
         try:
             async with asyncio.timeout(self.seconds):
-                return await self._measured(new, old)
+                return await measuring
         except TimeoutError:
             raise MachineError(f"The weights were not verified within {self.seconds:g} seconds.") from None
 
-    async def _measured(self, new: Served, old: Served | None) -> Verified | None:
-        rows = [row for row in self.rows if len(row.ids) < new.engine.limits.max_model_len]
-        if not rows or not new.engine.limits.generates:
+    def _rows_of(self, served: Served) -> list[MeasuredRow]:
+        """Those that its engine can measure."""
+        limits = served.engine.limits
+        return [row for row in self.rows if len(row.ids) < limits.max_model_len] if limits.generates else []
+
+    async def _measured(self, new: Served, old: Before) -> Verified | None:
+        """old: the perplexity before, on the rows that were measured."""
+        if not (rows := self._rows_of(new)):
             return None
         await _write(new, rows[0].ids[:1])
         tokens, after = await _perplexity(new, rows)
         if not math.isfinite(after):
-            raise ModelError(f"Their perplexity on {tokens} tokens of the job's rows is {after}.")
-        comparable = old is not None and old.engine.limits.vocab_size == new.engine.limits.vocab_size
-        before = await _perplexity_of_served(old, rows) if comparable else None
+            raise ModelError(f"Their perplexity on {tokens} tokens of {self.what} is {after}.")
+        before = await old(rows)
         if before is not None and after > self.ratio * before:
             raise ModelError(
-                f"Their perplexity on {tokens} tokens of the job's rows is {after:.4g}, more than {self.ratio:g} times "
+                f"Their perplexity on {tokens} tokens of {self.what} is {after:.4g}, more than {self.ratio:g} times "
                 f"the {before:.4g} of what serves (max_perplexity_ratio)."
             )
         return Verified(tokens, after, before)

@@ -27,7 +27,10 @@ ItemT = TypeVar("ItemT", bound=Item)
 
 
 class Reader(Protocol[ExampleT, ItemT]):
-    """The data of a method."""
+    """The data of a method. lacks: what an example that is dropped does not have; advice: what to do about it."""
+
+    lacks: str
+    advice: str
 
     def row(self, row: str | Mapping[str, Any], where: str) -> ExampleT:
         """The example that a row, or a line of JSON, is. DataError names `where` and what is wrong."""

@@ -71,6 +71,19 @@ async def test_an_adapters_job_keeps_its_fields(start: Start) -> None:
         assert "give lora_rank, too" in refused.text
 
 
+async def test_states_of_8_bits_are_refused_where_the_package_is_missing(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start() as server:
+        body = {"data": [{"text": "a"}], "optimizer_states": "8bit"}
+        monkeypatch.setattr("fp8serve.train.memory.find_spec", lambda name: None)
+        refused = await server.client.post("/finetune", json=body)
+        assert (refused.status_code, "pip install 'fp8serve[torchao]'" in refused.text) == (422, True), refused.text
+        monkeypatch.setattr("fp8serve.train.memory.find_spec", lambda name: object())
+        assert (await server.client.post("/finetune", json=body)).status_code == 202
+        assert (await server.client.post("/finetune", json=body | {"optimizer_states": "4bit"})).status_code == 422
+
+
 def test_an_openai_job_takes_the_fields_of_an_adapter() -> None:
     body = JobBody(model="tiny", training_file="file-1", seed=3, lora_rank=8, lora_targets=["q_proj"])  # type: ignore[call-arg]
     asked = body.native().hyper_parameters()
@@ -107,6 +120,19 @@ async def test_a_job_runs_reports_and_succeeds(start: Start) -> None:
         everything = json.dumps([done, events, found, series])
         assert "secret" not in everything
         assert str(server.state.data_dir) not in everything
+
+
+async def test_the_series_of_a_run_that_went_back_has_each_step_once(start: Start) -> None:
+    async with start() as server:
+        job = (await submit(server))["id"]
+        await wait_for(server, job, "succeeded")
+        again = [{"step": step, "train_loss": 7.0, "returns": 1} for step in (3, 4)]
+        made = {"created_at": 1, "level": "info", "type": "metrics", "message": "Step"}
+        server.state.jobs.take_in(job, [{"id": 1000 + one["step"], **made, **one} for one in again])
+        series = (await server.client.get(f"/finetune/{job}/metrics")).json()["metrics"]
+        assert [(one["step"], one["train_loss"]) for one in series] == [(1, 1.0), (2, 0.5), (3, 7.0), (4, 7.0)]
+        table = await server.client.get(f"/finetune/{job}/metrics", params={"format": "csv"})
+        assert [row["step"] for row in csv.DictReader(io.StringIO(table.text))] == ["1", "2", "3", "4"]
 
 
 async def test_a_checkpoint_that_is_gone_is_not_listed(start: Start) -> None:

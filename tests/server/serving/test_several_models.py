@@ -5,7 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import RequestError
@@ -209,6 +211,19 @@ async def test_a_load_that_fails_harms_nobody_and_leaves_the_name_free(start: St
         assert (failed.status_code, failed.json()["code"]) == (409, "load_failed")
         assert "header is damaged" in failed.json()["error"]
         assert (await running).status_code == 200
+        assert (await load(server, "x", "a")).status_code == 200
+
+
+async def test_a_client_loads_no_weights_with_nan(start: Start, more: Path) -> None:
+    """The command line may, which names what the operator trusts."""
+    save_file({"w": np.array([0, np.nan], np.float32)}, more / "b" / "model.safetensors")
+    async with start(models_dir=more, models=(NamedModel("known", more / "b"),)) as server:
+        await eventually(lambda: server.state.started)
+        assert (await states(server))["known"] == "ready"
+        refused = await load(server, "x", "b")
+        assert (refused.status_code, refused.json()["code"]) == (409, "load_failed")
+        assert "model.safetensors holds NaN or an infinity in w." in refused.json()["error"]
+        assert "x" not in await states(server)
         assert (await load(server, "x", "a")).status_code == 200
 
 

@@ -1,11 +1,14 @@
 """Another version of the weights, written over those that serve: `POST /weights`, on fake engines."""
 
 import asyncio
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fp8serve.engine.output import RequestOutput
+from fp8serve.engine.request import Request
 from fp8serve.server.named_models import NamedAdapter, NamedModel
 from tests.patience import eventually
 from tests.server.conftest import Server, Start
@@ -95,3 +98,86 @@ async def test_a_further_model_by_its_name(start: Start, more: Path) -> None:
         answer = (await push(server, "policy/step-2", model="small")).json()
         assert answer["model"] == "small"
         assert [engine.weights != [] for engine in server.launcher.engines] == [False, True]
+
+
+class Moody(FakeEngine):
+    """Knows texts as badly as the directory of its weights says, and writes nothing where that is named mute."""
+
+    async def load_weights(self, directory: Path) -> int:
+        count = await super().load_weights(directory)
+        self.surprise = {"worse": 1.5, "broken": float("nan")}.get(directory.name, 1.0)
+        self.fail_first = "The logits are not finite." if directory.name == "mute" else None
+        return count
+
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        async for output in super().generate(request):
+            said = getattr(self, "fail_first", None)
+            yield output if said is None else RequestOutput(request.request_id, finish_reason="error", error=said)
+
+
+@pytest.fixture
+def moody(more: Path) -> Path:
+    for name in ("worse", "broken", "mute"):
+        model_dir(more / name)
+        (more / name / "note.safetensors").write_bytes(name.encode())
+    return more
+
+
+async def test_pushed_weights_are_held_against_texts(start: Start, moody: Path) -> None:
+    async with start(Launcher(Moody), models_dir=moody) as server:
+        answer = (await push(server, "policy/step-1", texts=["abc", "d", "defg"])).json()
+        verified = {"tokens": 2 + 3, "perplexity_before": pytest.approx(answer["verified"]["perplexity"])}
+        assert answer["verified"] == verified | {"perplexity": answer["verified"]["perplexity"]}
+        before = (await complete(server)).json()["system_fingerprint"]
+        worse = await push(server, "worse", texts=["abc", "defg"])
+        assert (worse.status_code, worse.json()["code"]) == (409, "activation_failed")
+        assert "and those before serve on: Their perplexity on 5 tokens of the texts is" in worse.json()["error"]
+        assert "more than 2 times" in worse.text
+        assert server.launcher.engine.weights[-1] == moody / "policy" / "step-1"
+        assert (await complete(server)).json()["system_fingerprint"] == before
+        assert (await push(server, "worse", texts=["abc", "defg"], max_perplexity_ratio=50)).status_code == 200
+        assert (await push(server, "broken", texts=["abc"], max_perplexity_ratio=50)).status_code == 409
+        assert server.launcher.engine.weights[-1] == moody / "worse"
+        assert (await push(server, "broken")).json()["verified"] is None  # nothing was asked
+        assert len(server.launcher.engines) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"max_perplexity_ratio": 3}, "give texts"),
+        ({"texts": []}, "texts"),
+        ({"texts": ["a", "b"]}, "No text has two tokens"),
+        ({"texts": ["a" * 512]}, "Text 1 fills the whole context"),
+        ({"texts": ["a" * 5000]}, "context"),
+        ({"texts": ["abc"], "max_perplexity_ratio": 0.5}, "max_perplexity_ratio"),
+    ],
+)
+async def test_texts_that_measure_nothing_are_refused(
+    start: Start, moody: Path, body: dict[str, Any], says: str
+) -> None:
+    async with start(Launcher(Moody), models_dir=moody) as server:
+        refused = await push(server, "policy/step-1", **body)
+        assert (refused.status_code, says in refused.text) == (422, True), refused.text
+        assert server.launcher.engine.weights == []
+
+
+async def test_pushed_weights_that_write_nothing_give_way_to_those_before(start: Start, moody: Path) -> None:
+    async with start(Launcher(Moody), models_dir=moody) as server:
+        before = (await complete(server)).json()["system_fingerprint"]
+        refused = await push(server, "mute")
+        assert (refused.status_code, "those before serve on: The logits" in refused.text) == (409, True), refused.text
+        assert server.launcher.engine.weights == [moody / "mute", server.state.settings.model]
+        answer = await complete(server)
+        assert (answer.status_code, answer.json()["system_fingerprint"]) == (200, before)
+
+
+async def test_weights_that_cannot_be_put_back_end_the_engine(start: Start, moody: Path) -> None:
+    async with start(Launcher(Moody), models_dir=moody) as server:
+        first = (await complete(server)).json()["system_fingerprint"]
+        assert (await push(server, "policy/step-1")).status_code == 200
+        (moody / "policy" / "step-1" / "note.safetensors").write_bytes(b"the trainer wrote something else here")
+        refused = await push(server, "mute")
+        assert (refused.status_code, "starts again with its first ones: The logits" in refused.text) == (409, True)
+        await eventually(lambda: len(server.launcher.engines) == 2 and server.state.models.default.ready, "a restart")
+        assert (await complete(server)).json()["system_fingerprint"] == first

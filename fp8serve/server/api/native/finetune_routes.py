@@ -21,7 +21,7 @@ from fp8serve.server.finetuning.job_store import FINAL
 from fp8serve.server.http.streams import EventStream, event, until_disconnect
 from fp8serve.server.schemas.finetune_bodies import ActivateJobBody, FinetuneBody
 from fp8serve.server.server_state import ServerState
-from fp8serve.train.series import as_csv
+from fp8serve.train.series import as_csv, as_it_stands
 
 router = APIRouter(tags=["fine-tuning"], route_class=BoundedRoute)
 EVENTS_AT_ONCE = 500
@@ -130,10 +130,12 @@ async def checkpoints(job_id: str, state: StateDep) -> dict[str, Any]:
 async def series(
     job_id: str, request: Request, state: StateDep, format: Literal["json", "csv"] | None = None
 ) -> Response | dict[str, Any]:
-    """Oldest first. CSV for `format=csv`, or for `Accept: text/csv`; of a job without a step only its header."""
+    """Oldest first, each step once: of a step that was taken again, the later time. CSV for `format=csv`, or for
+    `Accept: text/csv`; of a job without a step only its header.
+    """
     job = await asyncio.to_thread(state.jobs.get, job_id)
     found = await asyncio.to_thread(state.jobs.newest_events, job.id, 100_000, None, "metrics")
-    rows = [item.data for item in reversed(found)]
+    rows = as_it_stands(item.data for item in reversed(found))
     if format == "csv" or (format is None and "text/csv" in request.headers.get("accept", "")):
         name = {"Content-Disposition": f'attachment; filename="{job.id}.csv"'}
         return Response(as_csv(rows), headers=name, media_type="text/csv")

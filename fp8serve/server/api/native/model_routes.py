@@ -10,13 +10,14 @@ from fastapi import APIRouter
 from fp8serve.errors import RequestError
 from fp8serve.server.api.bounded_route import BoundedRoute
 from fp8serve.server.api.dependencies import StateDep
-from fp8serve.server.api.native.activation_routes import served_view
+from fp8serve.server.api.native.activation_routes import served_view, verified_view
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.named_models import NamedModel, check_name
 from fp8serve.server.schemas.model_bodies import AliasBody, LoadBody, UnloadBody, WeightsBody
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.served import Source
 from fp8serve.server.serving.served_model import BASE, ServedModel
+from fp8serve.server.serving.verification import UNVERIFIED, MeasuredRow, Verification
 
 router = APIRouter(tags=["models"], route_class=BoundedRoute)
 
@@ -42,7 +43,9 @@ async def models(state: StateDep) -> dict[str, Any]:
 
 @router.post("/models/{name:path}/load", summary="Serve a further model")
 async def load(name: str, state: StateDep, body: LoadBody | None = None) -> dict[str, Any]:
-    """Answers when the model serves; one that serves already is answered as it is. No other model is touched."""
+    """Answers when the model serves; one that serves already is answered as it is. No other model is touched. All
+    numbers of its files must be finite, and it must write a token; there is nothing to compare its perplexity with.
+    """
     home = None if body is None or body.source is None else await asyncio.to_thread(_home, state, name, body)
     if home is None and body is not None and body.options:
         message = "Options are for a source; say which, or leave them out."
@@ -53,7 +56,9 @@ async def load(name: str, state: StateDep, body: LoadBody | None = None) -> dict
 @router.post("/weights", summary="Write another version of its weights over those of a model that serves")
 async def replace_weights(body: WeightsBody, state: StateDep) -> dict[str, Any]:
     """For a trainer beside the server: in place, so that no second engine is loaded. Answers when they serve. Requests
-    under way end first, and new ones get 503 meanwhile: every answer is one version's. All or nothing.
+    under way end first, and new ones get 503 meanwhile: every answer is one version's. All or nothing: the new weights
+    write a token, and with `texts`, their perplexity on them is at most `max_perplexity_ratio` times that of before; if
+    not, those before serve on.
     """
     model = state.models.default if body.model is None else state.models.find(body.model, "model")
     directory = (await asyncio.to_thread(state.loadable)).get(body.path)
@@ -65,9 +70,30 @@ async def replace_weights(body: WeightsBody, state: StateDep) -> dict[str, Any]:
         raise Fault(Code.ALIAS_BUSY, "The model has adapters, which are for the weights that it serves.", hint=hint)
     seconds = state.settings.drain_seconds if body.seconds is None else body.seconds
     before = served_view(model.current)
-    served = await state.loader.to_the_end(model.replace_weights(directory, seconds))
-    count = served.engine.info["weights_version"]
-    return {"model": model.name, "served": served_view(served), "previous": before, "weights_version": count}
+    verification = await _by_texts(state, model, body)
+    served, verified = await state.loader.to_the_end(model.replace_weights(directory, seconds, verification))
+    return {
+        "model": model.name, "served": served_view(served), "previous": before, "verified": verified_view(verified),
+        "weights_version": served.engine.info["weights_version"],
+    }  # fmt: skip
+
+
+async def _by_texts(state: ServerState, model: ServedModel, body: WeightsBody) -> Verification:
+    """What is asked of weights that are pushed. Fault 422: the texts are too long, or nothing can be measured."""
+    if body.texts is None:
+        return UNVERIFIED
+    served = model.resolve()
+    if not served.engine.limits.generates:
+        raise Fault(Code.INVALID_PARAMETER, "The model writes no text, and has no perplexity.", param="texts")
+    found = await state.parser.prompts(served, body.texts)
+    too_long = next((n for n, ids in enumerate(found) if len(ids) >= served.engine.limits.max_model_len), None)
+    if too_long is not None:
+        raise Fault(Code.INVALID_PARAMETER, f"Text {too_long + 1} fills the whole context.", param="texts")
+    rows = [MeasuredRow(ids, (True,) * len(ids)) for ids in found if len(ids) > 1]
+    if not rows:
+        raise Fault(Code.INVALID_PARAMETER, "No text has two tokens, of which the second is measured.", param="texts")
+    ratio = 2.0 if body.max_perplexity_ratio is None else body.max_perplexity_ratio
+    return Verification(rows, ratio, model.deadlines.load, what="the texts")
 
 
 @router.post("/models/{name:path}/unload", summary="Stop serving a further model")

@@ -46,6 +46,9 @@ class Pair:
 class DpoReader:
     """See `interface.Reader`."""
 
+    lacks = "two different answers"
+    advice = "check that `chosen` and `rejected` differ and raise seq_len if what they share fills it"
+
     def row(self, row: str | Mapping[str, Any], where: str) -> PairExample:
         return pair_of(row, where)
 

@@ -44,6 +44,9 @@ class Prompt:
 class GrpoReader:
     """See `interface.Reader`. longest: tokens of an answer."""
 
+    lacks = "a prompt with room for an answer"
+    advice = "raise seq_len or lower max_completion_length"
+
     def __init__(self, longest: int) -> None:
         self.longest = longest
 

@@ -20,6 +20,9 @@ from fp8serve.train.data import Row, RowCounts
 class SftReader:
     """See `interface.Reader`."""
 
+    lacks = "a token to learn from"
+    advice = "check that completions or assistant turns are there and raise seq_len if prompts fill it"
+
     def row(self, row: str | Mapping[str, Any], where: str) -> Example:
         return example_of(row, where)
 
