@@ -365,9 +365,10 @@ class ServedModel:
         request = Request(
             f"canary-{next(self._canaries)}", (0,), SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
         )
-        async for output in engine.generate(request):
-            if output.finish_reason == "error":
-                raise Fp8ServeError(output.error or "The engine cannot compute a token with these weights.")
+        async with contextlib.aclosing(engine.generate(request)) as outputs:
+            async for output in outputs:
+                if output.finish_reason == "error":
+                    raise Fp8ServeError(output.error or "The engine cannot compute a token with these weights.")
 
     def _retire(self, old: Served) -> None:
         async def close_when_free() -> None:

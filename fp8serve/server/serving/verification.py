@@ -7,6 +7,7 @@ first token more is not asked.
 """
 
 import asyncio
+import contextlib
 import itertools
 import math
 from collections.abc import Awaitable, Callable, Sequence
@@ -159,8 +160,9 @@ async def _run(served: Served, prompt: tuple[int, ...], params: SamplingParams) 
     """The log-probabilities of the prompt's tokens, where they were asked for. Fp8ServeError: nothing comes of it."""
     found: list[float] = []
     request = Request(f"verification-{next(_NUMBERS)}", prompt, params, adapter=served.adapter)
-    async for output in served.engine.generate(request):
-        found += [item.logprob for item in output.prompt_logprobs or ()]
-        if output.finish_reason in ("error", "abort"):
-            raise Fp8ServeError(output.error or "The engine cannot compute with these weights.")
+    async with contextlib.aclosing(served.engine.generate(request)) as outputs:
+        async for output in outputs:
+            found += [item.logprob for item in output.prompt_logprobs or ()]
+            if output.finish_reason in ("error", "abort"):
+                raise Fp8ServeError(output.error or "The engine cannot compute with these weights.")
     return found

@@ -1,6 +1,7 @@
 """Another version of the weights, written over those that serve: `POST /weights`, on fake engines."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -110,9 +111,10 @@ class Moody(FakeEngine):
         return count
 
     async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
-        async for output in super().generate(request):
-            said = getattr(self, "fail_first", None)
-            yield output if said is None else RequestOutput(request.request_id, finish_reason="error", error=said)
+        async with contextlib.aclosing(super().generate(request)) as outputs:
+            async for output in outputs:
+                said = getattr(self, "fail_first", None)
+                yield output if said is None else RequestOutput(request.request_id, finish_reason="error", error=said)
 
 
 @pytest.fixture
