@@ -33,7 +33,7 @@ OURS = """
 import json, sys, time
 from pathlib import Path
 from fp8serve.cli import prepare_environment
-prepare_environment(training=True)
+prepare_environment(["finetune"])
 import torch
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.trainer import Trainer
