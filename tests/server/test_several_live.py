@@ -1,6 +1,7 @@
 """Several real engines in one server: two families with tokenizers of their own, and an encoder."""
 
 import concurrent.futures
+import json
 import os
 import shutil
 import signal
@@ -41,8 +42,19 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(path / "one", path / "more" / "damaged")
     os.truncate(path / "more" / "damaged" / "model.safetensors", 9000)
     shutil.copytree(path / "one", path / "more" / "huge")
-    os.truncate(path / "more" / "huge" / "model.safetensors", 1 << 43)  # a sparse file
+    claim_a_huge_tensor(path / "more" / "huge" / "model.safetensors")
     return path
+
+
+def claim_a_huge_tensor(file: Path) -> None:
+    """Its header then names 8 TiB of BF16, and the file is as long, but sparse."""
+    content = file.read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:begin])
+    header["more"] = {"dtype": "BF16", "shape": [1 << 21, 1 << 21], "data_offsets": [0, 1 << 43]}
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(file, 8 + len(text) + (1 << 43))
 
 
 @pytest.fixture(scope="module")

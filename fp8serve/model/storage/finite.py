@@ -23,12 +23,13 @@ _EXPONENTS: dict[str, tuple[type[np.unsignedinteger], int]] = {  # of the type, 
 def require_finite(directory: Path) -> None:
     """Reads every byte of the weights. ModelError names the first tensor that holds NaN or an infinity."""
     for path in sorted(directory.glob("*.safetensors")):
+        where = f"{directory.name}/{path.name}"
         try:
             name = _first_bad(path)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{path.name} is not a whole safetensors file: {error}.") from None
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ModelError(f"{where} is not a whole safetensors file; download or write it again.") from None
         if name is not None:
-            raise ModelError(f"{path.name} holds NaN or an infinity in {name}.")
+            raise ModelError(f"{where} holds NaN or an infinity in {name}.")
 
 
 def _first_bad(path: Path) -> str | None:
