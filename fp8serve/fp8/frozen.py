@@ -311,8 +311,7 @@ def input_gradient(layer: FrozenLinear, dy: Tensor) -> Tensor:
         raise ValueError("A packed weight has no transpose; load the model anew to train on it.")
     dy, scale = dy.to(torch.bfloat16), layer.weight_scale_inv
     if tuple(scale.shape) == (layer.out_features, 1):
-        # multiplied in FP32 and rounded once, without a copy of dY in FP32
-        dy, scale = torch.mul(dy, scale.t(), out=torch.empty_like(dy)), torch.ones((), device=dy.device)
+        dy, scale = (dy * scale.t()).to(torch.bfloat16), torch.ones((), device=dy.device)
     one = torch.ones((), device=dy.device)
     return multiply(dy, one, _transpose(layer.weight_q), scale.t().contiguous(), None, torch.bfloat16)
 

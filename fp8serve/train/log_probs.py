@@ -23,6 +23,7 @@ from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.train.batch import collate
 from fp8serve.train.data import Row
 from fp8serve.train.forward import Forward, Network
+from fp8serve.train.target_log_probs import target_log_probs
 
 ROWS = 256  # of logits at a time: a server's, too
 KvDtype = Literal["bf16", "fp8"]
@@ -108,13 +109,10 @@ def _of_network(network: Network) -> Scorer:
     def score(ids: Sequence[int]) -> Tensor:
         batch = collate([_row(ids)], "cpu")
         parts = zip(torch.split(network.hidden(batch), ROWS), torch.split(batch.targets, ROWS), strict=True)
-        return torch.cat([_chosen(network.decoder.logits(rows), targets) for rows, targets in parts])
+        narrow = network.decoder.narrow_logits
+        return torch.cat([target_log_probs(narrow(rows), targets) for rows, targets in parts])
 
     return score
-
-
-def _chosen(logits: Tensor, targets: Tensor) -> Tensor:
-    return torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
 
 
 def _row(ids: Sequence[int]) -> Row:

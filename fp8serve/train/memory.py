@@ -4,9 +4,7 @@ Counted are the matrices of every family here: attention that is latent or not, 
 nor are the masks and buffers of a model that transformers computes.
 """
 
-from importlib.util import find_spec
-
-from fp8serve.errors import JobError, MachineError
+from fp8serve.errors import JobError
 from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.config.mixture import Experts
 from fp8serve.train.config import TrainConfig
@@ -58,15 +56,6 @@ def memory_estimate(model: ModelConfig, config: TrainConfig, tokens: int, fracti
 
 def _of_logits(elements: int) -> int:
     return 4 * elements + 8 * min(elements, LOGITS_AT_ONCE)
-
-
-def check_states(config: TrainConfig) -> None:
-    """MachineError: the optimizer's states need a package that is not there."""
-    if config.optimizer_states == "8bit" and find_spec("torchao") is None:
-        raise MachineError(
-            "8-bit optimizer states need torchao, which is not installed: pip install 'fp8serve[torchao]', or leave "
-            "optimizer_states out."
-        )
 
 
 def _moments(config: TrainConfig, in_matrices: int, others: int) -> int:

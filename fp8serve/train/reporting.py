@@ -13,12 +13,12 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from fp8serve.errors import MachineError, one_line
+from fp8serve.errors import one_line
 from fp8serve.train.events import Event, OnEvent, message
+from fp8serve.train.packages import require_package
 
 if TYPE_CHECKING:
     from fp8serve.train.config import TrainConfig
@@ -78,11 +78,7 @@ WRITERS: dict[ReportTool, Callable[["TrainConfig", int], Writer]] = {
 def check_installed(tools: Sequence[ReportTool]) -> None:
     """MachineError names the first that is not."""
     for tool in tools:
-        if find_spec(tool) is None:
-            raise MachineError(
-                f"Reporting to {tool} needs its package, which is not installed: pip install 'fp8serve[{tool}]', or "
-                "leave report_to out."
-            )
+        require_package(tool, f"Reporting to {tool} needs its package", "report_to")
 
 
 @contextmanager

@@ -17,27 +17,28 @@ from fp8serve.train.memory import LOGITS_AT_ONCE
 
 class _TargetLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float, hits: Tensor | None) -> Tensor:
+        """hits: bool [P], which is filled in: whether the likeliest token is the target."""
         ctx.save_for_backward(logits, targets)
         ctx.temperature = temperature
-        found, hits = logits.new_empty(len(logits), dtype=torch.float32), torch.empty_like(targets, dtype=torch.bool)
+        found = logits.new_empty(len(logits), dtype=torch.float32)
         for rows, wide, spare in _pieces(logits, temperature):
-            hits[rows] = wide.argmax(-1) == targets[rows]
+            if hits is not None:
+                hits[rows] = wide.argmax(-1) == targets[rows]
             torch.log_softmax(wide, -1, out=spare)
             found[rows] = spare.gather(1, targets[rows, None])[:, 0]
-        ctx.mark_non_differentiable(hits)
-        return found, hits
+        return found
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         """dy_i (onehot(target_i) - softmax_i) / temperature, rounded to the dtype of the logits."""
         logits, targets = ctx.saved_tensors
         dx, dy = torch.empty_like(logits), dy / ctx.temperature
         for rows, wide, spare in _pieces(logits, ctx.temperature):
             torch.softmax(wide, -1, out=spare)
             dx[rows] = spare.mul_(-dy[rows, None]).scatter_add_(1, targets[rows, None], dy[rows, None])
-        return dx, None, None
+        return dx, None, None, None
 
 
 def _pieces(logits: Tensor, temperature: float) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -55,10 +56,11 @@ def _pieces(logits: Tensor, temperature: float) -> Iterator[tuple[slice, Tensor,
 def target_log_probs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
     """logits [P, vocab] of any floating type, targets int64 [P] -> FP32 [P], in nats: log softmax(logits / temperature)
     at the targets; differentiable."""
-    return cast(Tensor, _TargetLogProbs.apply(logits, targets, temperature)[0])  # type: ignore[no-untyped-call]
+    return cast(Tensor, _TargetLogProbs.apply(logits, targets, temperature, None))  # type: ignore[no-untyped-call]
 
 
 def summed_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """(sum of the cross-entropies in nats, number of positions whose likeliest token is the target)."""
-    found, hits = _TargetLogProbs.apply(logits, targets, 1.0)  # type: ignore[no-untyped-call]
+    hits = torch.empty_like(targets, dtype=torch.bool)
+    found = _TargetLogProbs.apply(logits, targets, 1.0, hits)  # type: ignore[no-untyped-call]
     return -found.sum(), hits.sum()

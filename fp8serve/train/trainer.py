@@ -56,10 +56,10 @@ from fp8serve.train.gradients import accumulate
 from fp8serve.train.health import Health
 from fp8serve.train.held_out import HeldOut, held_out_metrics
 from fp8serve.train.identity import check_same_job, dated, identity_of
-from fp8serve.train.memory import check_states
 from fp8serve.train.methods.interface import Scene
 from fp8serve.train.optimizer import learning_rate
 from fp8serve.train.order import Cursor, Step, walk
+from fp8serve.train.packages import check_states
 from fp8serve.train.reporting import check_installed, reported
 from fp8serve.train.setup import Setup, check_format, environment, prepare
 

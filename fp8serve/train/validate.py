@@ -16,10 +16,11 @@ from fp8serve.model.text.data_files import Rows, read_source
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Item, Row, RowCounts, check_length
-from fp8serve.train.memory import check_recompute, check_states, memory_estimate
+from fp8serve.train.memory import check_recompute, memory_estimate
 from fp8serve.train.methods.interface import Reader
 from fp8serve.train.methods.table import reader_of
 from fp8serve.train.order import epoch_steps, total_steps
+from fp8serve.train.packages import check_states
 
 MAX_LISTED = 100  # bad lines described one by one
 

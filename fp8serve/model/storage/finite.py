@@ -1,6 +1,5 @@
 """Whether all numbers of a directory's safetensors files are finite; by their bits, so that no torch is needed."""
 
-import json
 import mmap
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from fp8serve.errors import ModelError
+from fp8serve.model.storage.headers import header_json
 
 CHUNK = 1 << 22  # numbers at once
 _EXPONENTS: dict[str, tuple[type[np.unsignedinteger], int]] = {  # of the type, all bits that only NaN and infinity set
@@ -26,16 +26,15 @@ def require_finite(directory: Path) -> None:
         where = f"{directory.name}/{path.name}"
         try:
             name = _first_bad(path)
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ModelError, ValueError, KeyError, TypeError, AttributeError):
             raise ModelError(f"{where} is not a whole safetensors file; download or write it again.") from None
         if name is not None:
             raise ModelError(f"{where} holds NaN or an infinity in {name}.")
 
 
 def _first_bad(path: Path) -> str | None:
+    header, begin = header_json(path)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        begin = 8 + int.from_bytes(content[:8], "little")
-        header = json.loads(content[8:begin])
         found = (n for n, about in header.items() if n != "__metadata__" and _is_bad(content, begin, about))
         return next(found, None)
 

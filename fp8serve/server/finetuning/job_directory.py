@@ -27,7 +27,7 @@ from fp8serve.server.serving.served import Source
 from fp8serve.server.settings import Settings
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import check_length
-from fp8serve.train.memory import check_states
+from fp8serve.train.packages import check_states
 
 SEQ_LEN = TrainConfig.seq_len
 PRIVATE = ("model", "data", "eval_data", "out", "reward", "grader_url")

@@ -52,6 +52,7 @@ class FinetuneBody(Body):
         return {name: getattr(self, WIRE_NAMES.get(name, name)) for name in names}
 
 
+USUAL_MAX_RATIO = 2.0
 MaxRatio = Annotated[
     float,
     Field(
@@ -78,14 +79,14 @@ class ActivateBody(Body):
             ),
         ),
     ]
-    max_perplexity_ratio: MaxRatio = 2.0
+    max_perplexity_ratio: MaxRatio = USUAL_MAX_RATIO
 
 
 class ActivateJobBody(Body):
     """`POST /finetune/{id}/activate`: nothing, or the step of the checkpoint to serve instead of the result."""
 
     step: Annotated[int, Field(ge=1, lt=10**9)] | None = None
-    max_perplexity_ratio: MaxRatio = 2.0
+    max_perplexity_ratio: MaxRatio = USUAL_MAX_RATIO
 
 
 class SaveScalesBody(Body):

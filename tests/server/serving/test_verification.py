@@ -207,6 +207,14 @@ async def test_a_step_of_a_job_that_failed_is_served(start: Start, exporter: Non
         assert (await activate(server, job["id"], step=2)).status_code == 200
 
 
+async def die(server: Server) -> None:
+    """The engine that serves ends, and another is started in its place."""
+    count = len(server.launcher.engines)
+    server.launcher.engine.alive = False
+    await eventually(lambda: len(server.launcher.engines) > count, "a restart")
+    await eventually(lambda: server.state.models.default.ready, "readiness")
+
+
 async def test_weights_that_die_again_and_again_give_way_to_those_before(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,11 +223,8 @@ async def test_weights_that_die_again_and_again_give_way_to_those_before(
         job = await trained(server)
         assert (await activate(server, job)).status_code == 200
         for death in range(MAX_DEATHS):
-            count = len(server.launcher.engines)
             assert server.launcher.sources[-1].key == job, death
-            server.launcher.engine.alive = False
-            await eventually(lambda count=count: len(server.launcher.engines) > count, "a restart")
-            await eventually(lambda: server.state.models.default.ready, "readiness")
+            await die(server)
         assert (await server.client.get("/models")).json()["served"]["source"] == "base"
         assert server.state.jobs.activated(str(server.state.settings.model.resolve())) == "base"
         text = (await server.client.get("/metrics")).text
@@ -227,10 +232,7 @@ async def test_weights_that_die_again_and_again_give_way_to_those_before(
         assert (await activate(server, job)).status_code == 200
         assert (await server.client.post("/models/tiny/activate", json={"source": "base"})).status_code == 200
         for _ in range(MAX_DEATHS + 1):  # the base is what one goes back to, and has nothing before it
-            count = len(server.launcher.engines)
-            server.launcher.engine.alive = False
-            await eventually(lambda count=count: len(server.launcher.engines) > count, "a restart")
-            await eventually(lambda: server.state.models.default.ready, "readiness")
+            await die(server)
         assert {source.key for source in server.launcher.sources[-MAX_DEATHS:]} == {"base"}
 
 
@@ -257,8 +259,5 @@ async def test_long_after_they_began_to_serve_weights_stay(start: Start, monkeyp
         job = await trained(server)
         assert (await activate(server, job)).status_code == 200
         for _ in range(MAX_DEATHS):
-            count = len(server.launcher.engines)
-            server.launcher.engine.alive = False
-            await eventually(lambda count=count: len(server.launcher.engines) > count, "a restart")
-            await eventually(lambda: server.state.models.default.ready, "readiness")
+            await die(server)
         assert server.launcher.sources[-1].key == job

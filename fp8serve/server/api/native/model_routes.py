@@ -13,6 +13,7 @@ from fp8serve.server.api.dependencies import StateDep
 from fp8serve.server.api.native.activation_routes import served_view, verified_view
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.named_models import NamedModel, check_name
+from fp8serve.server.schemas.finetune_bodies import USUAL_MAX_RATIO
 from fp8serve.server.schemas.model_bodies import AliasBody, LoadBody, UnloadBody, WeightsBody
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.served import Source
@@ -92,7 +93,7 @@ async def _by_texts(state: ServerState, model: ServedModel, body: WeightsBody) -
     rows = [MeasuredRow(ids, (True,) * len(ids)) for ids in found if len(ids) > 1]
     if not rows:
         raise Fault(Code.INVALID_PARAMETER, "No text has two tokens, of which the second is measured.", param="texts")
-    ratio = 2.0 if body.max_perplexity_ratio is None else body.max_perplexity_ratio
+    ratio = USUAL_MAX_RATIO if body.max_perplexity_ratio is None else body.max_perplexity_ratio
     return Verification(rows, ratio, model.deadlines.load, what="the texts")
 
 
