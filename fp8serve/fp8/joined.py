@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fp8serve.fp8.frozen import FrozenLinear, multiply, packed
 from fp8serve.fp8.ops.arithmetic import BLOCK
 from fp8serve.fp8.ops.packing import GROUP, is_packable
+from fp8serve.fp8.replacing import Listener, part
 
 _joined_mm = torch.ops.fp8serve.joined_mm.default
 
@@ -57,13 +58,14 @@ class _View(NamedTuple):
 class Joined:
     """`layers` [N_i, K], by their names in the module that holds them, as one [sum of N_i, K].
 
-    Changes the layers: see above. `can_join` must be true for them.
+    Changes the layers: see above. `can_join` must be true for them. The listener is told when a layer's weight, scale
+    or bias may have been given other memory (replacing.py).
     """
 
     @torch.inference_mode(False)  # an inference tensor cannot be written to outside of inference mode
     @torch.no_grad()
-    def __init__(self, layers: Mapping[str, FrozenLinear]) -> None:
-        self._layers = dict(layers)
+    def __init__(self, layers: Mapping[str, FrozenLinear], listener: Listener | None = None) -> None:
+        self._layers, self._listener = dict(layers), listener
         self._in_order = parts = list(layers.values())
         self._first = parts[0]
         self._widths = [part.out_features for part in parts]
@@ -137,12 +139,6 @@ class Joined:
         return self._first
 
     @property
-    def tensors(self) -> Sequence[Tensor]:
-        """The layers' weights, scales and biases, which are views of the joined ones."""
-        each = [(view.weight, view.scale, view.bias) for view in self._views]
-        return [tensor for tensors in each for tensor in tensors if tensor is not None]
-
-    @property
     def scale(self) -> Tensor:
         """Of the weight: FP32 [N, 1], or of its blocks."""
         return self._scale
@@ -166,6 +162,9 @@ class Joined:
         first.input_scale, first.input_scale_inv = input_scale, input_scale_inv
         self._share()
 
+    def _listened(self, tensor: Tensor | None) -> Tensor | None:
+        return tensor if tensor is None or self._listener is None else part(tensor, self._listener)
+
     def _share(self) -> None:
         """The layers' tensors become views of the joined ones."""
         unit = GROUP if self.weight.dim() == 3 else 1
@@ -173,7 +172,7 @@ class Joined:
         scales = self._scale.split_with_sizes(self._scale_rows)
         biases = [None] * len(scales) if self._bias is None else self._bias.split_with_sizes(self._widths)
         for layer, weight, scale, bias in zip(self._layers.values(), weights, scales, biases, strict=True):
-            layer.weight_q, layer.weight_scale_inv, layer.bias = weight, scale, bias
+            layer.weight_q, layer.weight_scale_inv, layer.bias = map(self._listened, (weight, scale, bias))
             for name in ("input_scale", "input_scale_inv", "amax", "saturated"):
                 setattr(layer, name, getattr(self._first, name))
         self._views = [_View.of(name, layer) for name, layer in self._layers.items()]

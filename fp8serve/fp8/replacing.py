@@ -1,52 +1,91 @@
-"""Dictionaries of a module that note when something in them is replaced.
+"""Dictionaries and tensors of a module that note when something in them is replaced.
 
 torch keeps a module's tensors, children and hooks in dictionaries. Code that has joined tensors of many modules must
 know before every call whether they are still in place. Checking takes longer the more modules there are, because at
-decoding their objects have left the processor's caches. A dictionary that notes every change needs a check only after a
-change.
+decoding their objects have left the processor's caches. What notes every change needs a check only after a change.
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 DICTIONARIES = "_buffers", "_forward_hooks", "_forward_pre_hooks"  # of a layer
 
+Listener = tuple[set[int], int]
+"""On a change, the number is added to the set."""
+
 
 class Noting(OrderedDict[Any, Any]):
-    """A dictionary that on a change adds `key` to `changed`, for every such pair that listens."""
+    """A dictionary that tells its listeners of every change."""
 
-    listeners: list[tuple[set[int], int]] | tuple[()] = ()
-
-    def _note(self) -> None:
-        for changed, key in self.listeners:
-            changed.add(key)
+    listeners: Sequence[Listener] = ()
 
     def __setitem__(self, key: Any, value: Any) -> None:
         super().__setitem__(key, value)
-        self._note()
+        _tell(self.listeners)
 
     def __delitem__(self, key: Any) -> None:
         super().__delitem__(key)
-        self._note()
+        _tell(self.listeners)
 
     def pop(self, *args: Any) -> Any:
-        self._note()
+        _tell(self.listeners)
         return super().pop(*args)
 
     def popitem(self, last: bool = True) -> Any:
-        self._note()
+        _tell(self.listeners)
         return super().popitem(last)
 
     def clear(self) -> None:
         super().clear()
-        self._note()
+        _tell(self.listeners)
 
 
-def note_changes(module: nn.Module, name: str, changed: set[int], key: int) -> None:
-    """From now on a change of the module's dictionary `name` adds `key` to `changed`."""
+class Part(Tensor):
+    """A view of a joined tensor that tells its listeners when it may have been given other memory.
+
+    `tensor.data = other` and `torch.utils.swap_tensors` both set an attribute; `set_` is a method. Ops see a plain
+    tensor and return plain ones. Writing to the elements is no change: the joined tensor has the same.
+    """
+
+    listeners: Sequence[Listener] = ()
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        listeners = self.listeners  # a swapped tensor no longer has them
+        super().__setattr__(name, value)
+        _tell(listeners)
+
+    def set_(self, *args: Any, **options: Any) -> Any:
+        _tell(self.listeners)
+        return super().set_(*args, **options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Part":
+        """A view of the copied tensor, with listeners of its own."""
+        memo[id(self)] = made = deepcopy(self.detach(), memo).as_subclass(Part)
+        made.listeners = deepcopy(self.listeners, memo)
+        return made
+
+
+def part(tensor: Tensor, listener: Listener) -> Part:
+    """The same view, from now on with a listener."""
+    made = tensor.as_subclass(Part)
+    made.listeners = [listener]
+    return made
+
+
+def _tell(listeners: Sequence[Listener]) -> None:
+    for changed, number in listeners:
+        changed.add(number)
+
+
+def note_changes(module: nn.Module, name: str, listener: Listener) -> None:
+    """From now on a change of the module's dictionary `name` is told to this listener, too."""
     held = module.__dict__[name]
     if not isinstance(held, Noting):
         held = module.__dict__[name] = Noting(held)
-    held.listeners = [*held.listeners, (changed, key)]
+    held.listeners = [*held.listeners, listener]

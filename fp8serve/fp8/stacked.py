@@ -1,9 +1,8 @@
 """Stacked: frozen layers of many experts as one [E, N, K], for products of all experts at once (ops/grouped.py).
 
 Each expert's layers are joined first (joined.py), its gate and up for instance; then the experts' weights are stacked
-and the layers' tensors become views of the stack. So a write to a weight takes effect at once, and a layer that was
-replaced or hooked is noticed before the call (replacing.py). On a CPU only the experts that a step uses are checked,
-because checking all would take longer than computing them.
+and the layers' tensors become views of the stack. So a write to a weight takes effect at once, and a tensor or layer that was
+replaced, and a layer that was hooked, is noticed before the call (replacing.py).
 """
 
 from collections.abc import Collection, Sequence
@@ -60,12 +59,12 @@ class Stacked:
     def __init__(self, owners: Sequence[nn.Module], names: Sequence[str]) -> None:
         self._changed: set[int] = set()  # experts in which something may have been replaced
         for expert, owner in enumerate(owners):
-            note_changes(owner, "_modules", self._changed, expert)
+            note_changes(owner, "_modules", (self._changed, expert))
             for layer, dictionary in product([owner._modules[name] for name in names], DICTIONARIES):
-                note_changes(cast(nn.Module, layer), dictionary, self._changed, expert)
+                note_changes(cast(nn.Module, layer), dictionary, (self._changed, expert))
         self._modules = [owner._modules for owner in owners]
         layers = [{name: cast(FrozenLinear, owner._modules[name]) for name in names} for owner in owners]
-        self._parts = parts = [Joined(group) for group in layers]
+        self._parts = parts = [Joined(group, (self._changed, expert)) for expert, group in enumerate(layers)]
         self._first = first = parts[0].first
         self._whole = torch.cat([part.weight.view(torch.uint8) for part in parts]).view(first.weight_q.dtype)
         self._scale = torch.stack([part.scale for part in parts])
@@ -86,17 +85,17 @@ class Stacked:
         dtype = self._first.out_dtype or x.dtype
         return cast(Tensor, _grouped_mm(q, self._weights, scale_inv, self._scale, offsets, self._bias, dtype))
 
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether `is_current` is true for all experts, without a look at any."""
+        return not self._changed
+
     def is_current(self, experts: Collection[int]) -> bool:
         """Whether the layers of these experts are the modules, with the tensors, that were stacked."""
         for expert in self._changed.intersection(experts):
             if not self._parts[expert].is_current(self._modules[expert]):
                 return False
             self._changed.discard(expert)
-        places = self._places
-        for expert in experts:  # `.data` replaces a tensor's memory in no dictionary
-            tensors, addresses = places[expert]
-            if [tensor.data_ptr() for tensor in tensors] != addresses:
-                return False
         return True
 
     def makes_mlp_with(self, down: "Stacked", x: Tensor) -> bool:
@@ -155,7 +154,7 @@ class Stacked:
             bias = None if self._bias is None else self._bias[expert]
             part.lie_at(self._weights[expert], self._scale[expert], bias)
             part.read_inputs_at(self._amax[expert], self._saturated[expert], *self._input_scales(expert))
-        self._places = [(part.tensors, [tensor.data_ptr() for tensor in part.tensors]) for part in self._parts]
+        self._changed.clear()
 
     def _input_scales(self, expert: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
         if self._input_scale is None or self._input_scale_inv is None:

@@ -143,12 +143,17 @@ def test_a_weight_that_is_written_to_or_replaced_counts(
                     down.weight_scale_inv = down.weight_scale_inv * 2
                 elif how == "data":
                     down.weight_scale_inv.data = down.weight_scale_inv * 2
+                elif how == "set":
+                    doubled = down.weight_scale_inv * 2
+                    down.weight_scale_inv.set_(doubled.untyped_storage(), 0, doubled.shape)
+                elif how == "swapped":
+                    torch.utils.swap_tensors(down.weight_scale_inv, down.weight_scale_inv * 2)
                 elif how == "another":
                     parts = down.weight_scale_inv * 2, None, down.input_scale, down.input_spec, down.out_dtype
                     expert.down_proj = FrozenLinear(down.weight_q, *parts)
         return logits_of_every_step(engine, PROMPTS, 4)
 
-    same, *others = (changed(how) for how in ("not", "written", "replaced", "data", "another"))
+    same, *others = (changed(how) for how in ("not", "written", "replaced", "data", "set", "swapped", "another"))
     assert not all(map(torch.equal, same, others[0]))
     for other in others[1:]:
         assert all(map(torch.equal, other, others[0]))
