@@ -162,8 +162,8 @@ class Joined:
         first.input_scale, first.input_scale_inv = input_scale, input_scale_inv
         self._share()
 
-    def _listened(self, tensor: Tensor | None) -> Tensor | None:
-        return tensor if tensor is None or self._listener is None else part(tensor, self._listener)
+    def _listened(self, tensor: Tensor) -> Tensor:
+        return tensor if self._listener is None else part(tensor, self._listener)
 
     def _share(self) -> None:
         """The layers' tensors become views of the joined ones."""
@@ -172,7 +172,8 @@ class Joined:
         scales = self._scale.split_with_sizes(self._scale_rows)
         biases = [None] * len(scales) if self._bias is None else self._bias.split_with_sizes(self._widths)
         for layer, weight, scale, bias in zip(self._layers.values(), weights, scales, biases, strict=True):
-            layer.weight_q, layer.weight_scale_inv, layer.bias = map(self._listened, (weight, scale, bias))
+            layer.weight_q, layer.weight_scale_inv = self._listened(weight), self._listened(scale)
+            layer.bias = None if bias is None else self._listened(bias)
             for name in ("input_scale", "input_scale_inv", "amax", "saturated"):
                 setattr(layer, name, getattr(self._first, name))
         self._views = [_View.of(name, layer) for name, layer in self._layers.items()]

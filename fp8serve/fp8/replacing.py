@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+
+from fp8serve.fp8.torch_private import plain_torch_function
 
 DICTIONARIES = "_buffers", "_forward_hooks", "_forward_pre_hooks"  # of a layer
 
@@ -53,7 +54,7 @@ class Part(Tensor):
     """
 
     listeners: Sequence[Listener] = ()
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = plain_torch_function
 
     def __setattr__(self, name: str, value: Any) -> None:
         listeners = self.listeners  # a swapped tensor no longer has them

@@ -1,8 +1,8 @@
 """Stacked: frozen layers of many experts as one [E, N, K], for products of all experts at once (ops/grouped.py).
 
 Each expert's layers are joined first (joined.py), its gate and up for instance; then the experts' weights are stacked
-and the layers' tensors become views of the stack. So a write to a weight takes effect at once, and a tensor or layer that was
-replaced, and a layer that was hooked, is noticed before the call (replacing.py).
+and the layers' tensors become views of the stack. So a write to a weight takes effect at once. What was replaced or
+hooked is noticed before the next call (replacing.py).
 """
 
 from collections.abc import Collection, Sequence
