@@ -6,14 +6,20 @@ Asks for JSON of several schemas at temperature 1, `--batch` answers at a time, 
 `jsonschema_rs`: a judge that is not the library that made it. Then times decoding steps of `--batch` rows with a schema
 and without one, in turns, on the same engine. A form costs what the median step takes longer; on a machine that others
 use, the fastest steps tell more. Timed as well: a row's mask, which is found in a thread beside the forward pass.
-Printed as JSON.
+Printed as JSON. Threads wait as they do in `fp8serve serve`.
 """
+
+# ruff: noqa: E402
 
 import argparse
 import json
 import statistics
 import time
 from typing import Any
+
+from fp8serve.cli import prepare_environment
+
+prepare_environment(["serve"])  # before torch is imported
 
 import jsonschema_rs
 import torch
@@ -158,7 +164,7 @@ def masks(engine: Engine, batch: int) -> float:
             began = time.process_time()
             mask = maker.begin(seqs)
             assert mask is not None
-            mask.ceilings()
+            mask.allowed()
             taken.append(time.process_time() - began)
     engine.abort_all()
     return round(1e6 * statistics.median(taken) / batch, 1)

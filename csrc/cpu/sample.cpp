@@ -75,10 +75,41 @@ struct Extremes {
   }
 };
 
+struct Sums {
+  static FP8_INLINE void run(const double* weight, int64_t n, double* sums) {
+    for (int64_t i = 0; i < n; i += kSum) sums[i / kSum] = of(weight + i, n - i < kSum ? n - i : kSum);
+  }
+
+  static FP8_INLINE double of(const double* weight, int64_t n) {
+    double lanes[8] = {};
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+      for (int j = 0; j < 8; ++j) lanes[j] += weight[i + j];
+    }
+    for (; i < n; ++i) lanes[0] += weight[i];
+    return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
+  }
+};
+
+// The weights and their sums. A form may rule out all but a few tokens, so where a sum has no others, nothing
+// is exponentiated.
 struct Weigh {
-  static FP8_INLINE void run(const float* x, int64_t n, float highest, double temperature, double* weight) {
+  static FP8_INLINE void run(const float* x, int64_t n, float highest, double temperature, double* weight,
+                             double* sums) {
     const double top = static_cast<double>(highest) / temperature;
+    for (int64_t i = 0; i < n; i += kSum)
+      sums[i / kSum] = of(x + i, n - i < kSum ? n - i : kSum, temperature, top, weight + i);
+  }
+
+  static FP8_INLINE double of(const float* x, int64_t n, double temperature, double top, double* weight) {
+    int32_t allowed = 0;
+    for (int64_t i = 0; i < n; ++i) allowed |= x[i] != -INFINITY;
+    if (allowed == 0) {
+      for (int64_t i = 0; i < n; ++i) weight[i] = 0.0;
+      return 0.0;
+    }
     for (int64_t i = 0; i < n; ++i) weight[i] = exp_of(static_cast<double>(x[i]) / temperature - top);
+    return Sums::of(weight, n);
   }
 };
 
@@ -111,22 +142,6 @@ struct Cut {
     for (int64_t i = 0; i < n; ++i) {
       const bool kept = (x[i] > border->logit) | ((x[i] == border->logit) & (i <= border->id));
       weight[i] = kept ? weight[i] : 0.0;
-    }
-  }
-};
-
-struct Sums {
-  static FP8_INLINE void run(const double* weight, int64_t n, double* sums) {
-    for (int64_t begin = 0; begin < n; begin += kSum) {
-      const int64_t count = n - begin < kSum ? n - begin : kSum;
-      double lanes[8] = {};
-      int64_t i = 0;
-      for (; i + 8 <= count; i += 8) {
-        for (int j = 0; j < 8; ++j) lanes[j] += weight[begin + i + j];
-      }
-      for (; i < count; ++i) lanes[0] += weight[begin + i];
-      sums[begin / kSum] =
-          ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
     }
   }
 };
@@ -235,10 +250,8 @@ int64_t rank_of(Histogram& histogram, const double* weight, int64_t n, const Fil
 }
 
 // The token at `uniform` of the cumulative distribution, always one with a weight above 0.
-int64_t draw(const double* weight, int64_t n, double uniform) {
+int64_t draw(const double* weight, const double* sums, int64_t n, double uniform) {
   const int64_t blocks = (n + kSum - 1) / kSum;
-  double* sums = memory.sums.get<double>(blocks);
-  dispatch<Sums>(weight, n, sums);
   double total = 0.0;
   for (int64_t b = 0; b < blocks; ++b) total += sums[b];
   const double at = uniform * total;
@@ -264,14 +277,15 @@ int64_t sample_row(const float* logits, int64_t n, double temperature, const Fil
                    double uniform) {
   float lowest, highest;
   dispatch<Extremes>(logits, n, &lowest, &highest);
-  double* weight = memory.weight.get<double>(n);
-  dispatch<Weigh>(logits, n, highest, temperature, weight);
+  double *weight = memory.weight.get<double>(n), *sums = memory.sums.get<double>((n + kSum - 1) / kSum);
+  dispatch<Weigh>(logits, n, highest, temperature, weight, sums);
   if (filters.any(n)) {
     Histogram histogram(logits, weight, n, lowest, highest, temperature);
     const Border border = histogram.border(rank_of(histogram, weight, n, filters));
     dispatch<Cut>(logits, n, &border, weight);
+    dispatch<Sums>(weight, n, sums);
   }
-  return draw(weight, n, uniform);
+  return draw(weight, sums, n, uniform);
 }
 
 Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,

@@ -4,8 +4,7 @@ A mask depends only on what was generated before the step, so its computation st
 the logits are there. It is made in one thread beside the forward pass, row by row: on a CPU that thread takes its time
 from the model's, and the library's own pool of threads takes more of it for the same masks.
 
-A mask is a ceiling for every logit, infinity or minus infinity, because torch takes the least of two numbers faster
-than it fills by a mask. Its FP32 numbers come from a table with the eight of every byte of the library's bits.
+A mask is the library's bit for each token, which an op reads as it is (fp8/ops/allowed.py).
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,20 +16,16 @@ from numpy.typing import NDArray
 from fp8serve.engine.grammar import Matcher
 from fp8serve.engine.sequence import Sequence
 
-_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-CEILINGS = np.where(_BITS, np.float32(np.inf), np.float32(-np.inf))
-"""FP32 [256, 8]: the ceilings of eight tokens, by the byte that says which of them may come."""
-
 
 class Mask:
-    """The mask of the `rows` of a step that have a form; `ceilings` waits until it is ready."""
+    """The mask of the `rows` of a step that have a form; `allowed` waits until it is ready."""
 
-    def __init__(self, rows: list[int], ceilings: Future[NDArray[np.float32]]) -> None:
-        self.rows, self._ceilings = rows, ceilings
+    def __init__(self, rows: list[int], allowed: Future[NDArray[np.int32]]) -> None:
+        self.rows, self._allowed = rows, allowed
 
-    def ceilings(self) -> NDArray[np.float32]:
-        """FP32 [rows, vocab]: minus infinity for tokens that must not come, infinity for all others."""
-        return self._ceilings.result()
+    def allowed(self) -> NDArray[np.int32]:
+        """[rows, ceil(vocab / 32)]: a bit for each token, set where it may come; the lowest bit of a word first."""
+        return self._allowed.result()
 
 
 class Masks:
@@ -47,9 +42,8 @@ class Masks:
             return None
         return Mask([row for row, _ in pairs], self._thread.submit(self._find, [matcher for _, matcher in pairs]))
 
-    def _find(self, matchers: list[Matcher]) -> NDArray[np.float32]:
-        """[rows, vocab], in the form that the sampler applies directly: the step would wait for any conversion."""
+    def _find(self, matchers: list[Matcher]) -> NDArray[np.int32]:
         bits = np.empty(get_bitmask_shape(len(matchers), self._vocab_size), np.int32)
         for row, matcher in enumerate(matchers):
             fill_next_token_bitmask(matcher.parser, bits, row)
-        return CEILINGS.take(bits.view(np.uint8), axis=0).reshape(len(matchers), -1)[:, : self._vocab_size]
+        return bits

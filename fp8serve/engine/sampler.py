@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 TOO_EARLY = -1e30
 """The logit of an end that would come too early: it is taken only if bad words leave nothing else."""
+_keep_allowed = torch.ops.fp8serve.keep_allowed.default
 _sample = torch.ops.fp8serve.sample.default
 
 
@@ -157,15 +158,9 @@ def _forbid_bad_words(logits: Tensor, seqs: list[Sequence]) -> None:
 
 
 def _forbid_other_forms(logits: Tensor, mask: "Mask") -> None:
-    """Allows only the tokens that the grammar allows, where a request has one. It handles all rows in one pass, because
-    a pass for each row would start the threads as often.
-    """
-    ceilings = to_device(mask.ceilings(), torch.float32, logits.device)
-    if len(mask.rows) == len(logits):
-        torch.minimum(logits, ceilings, out=logits)
-        return
-    rows = to_device(mask.rows, torch.long, logits.device)
-    logits[rows] = torch.minimum(logits[rows], ceilings)
+    """Allows only the tokens that the grammar allows, where a request has one."""
+    allowed = to_device(mask.allowed(), torch.int32, logits.device)
+    _keep_allowed(logits, to_device(mask.rows, torch.long, logits.device), allowed)
 
 
 def _draw(logits: Tensor, seqs: list[Sequence]) -> Tensor:
