@@ -1,11 +1,11 @@
-"""Which tokens may come next in answers of a given form, found while the model computes the step.
+"""Finds the tokens that may come next in answers of a given form, while the model computes the step.
 
 A mask depends only on what was generated before the step, so its computation starts with the step, and it is read when
-the logits are there. It is made in one thread beside the forward pass, row by row: on a CPU that thread takes its time
-from the model's, and the library's own pool of threads takes more of it for the same masks.
+the logits are ready. One thread makes it beside the forward pass, row by row. On a CPU that thread takes time from the
+model; the library's own pool of threads would take more of it for the same masks.
 
-A mask is a ceiling for every logit, infinity or minus infinity, because torch takes the least of two numbers faster
-than it fills by a mask. Its FP32 numbers come from a table with the eight of every byte of the library's bits.
+A mask is a ceiling for every logit, infinity or minus infinity, because torch takes the minimum of two tensors faster
+than it fills by a mask. The library gives a bit for each token; a table maps each byte of them to eight FP32 ceilings.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +19,7 @@ from fp8serve.engine.sequence import Sequence
 
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 CEILINGS = np.where(_BITS, np.float32(np.inf), np.float32(-np.inf))
-"""FP32 [256, 8]: the ceilings of eight tokens, by the byte that says which of them may come."""
+"""FP32 [256, 8]: the ceilings of eight tokens, by the byte whose bits say which of them may come."""
 
 
 class Mask:

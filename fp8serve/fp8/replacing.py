@@ -1,8 +1,8 @@
 """Dictionaries of a module that note when something in them is replaced.
 
 torch keeps a module's tensors, children and hooks in dictionaries. Code that has joined tensors of many modules must
-know before every call whether they are still in place. Checking takes longer the more modules there are, because at
-decoding their objects have left the processor's caches. A dictionary that notes every change needs a check only after a
+know before every call whether they are still in place. Checking takes longer the more modules there are, because
+their objects are no longer in the processor's caches when a step of decoding begins. A dictionary that notes every change needs a check only after a
 change.
 """
 
@@ -15,7 +15,7 @@ DICTIONARIES = "_buffers", "_forward_hooks", "_forward_pre_hooks"  # of a layer
 
 
 class Noting(OrderedDict[Any, Any]):
-    """A dictionary that on a change adds `key` to `changed`, for every such pair that listens."""
+    """A dictionary that, at every change, adds `key` to `changed` for every such pair that was registered."""
 
     listeners: list[tuple[set[int], int]] | tuple[()] = ()
 
