@@ -1,8 +1,8 @@
 """Guesses the next tokens with a second, smaller model: a draft, checked like those of drafting.py.
 
 The scheduler gives a sequence room for a draft; then this module lets the small model write it, for all sequences of
-the step together, one token a pass. It draws with the sequence's own parameters and random numbers (sampler.py), so
-it guesses what the model itself would draw with a temperature, too. The guesses change no bit of an answer.
+the step together, one token a pass. It draws with the sequence's own parameters and random numbers (sampler.py), so it
+guesses what the model itself would draw with a temperature, too. The guesses change no bit of an answer.
 
 Its keys and values. Its cache has as many blocks as the model's, and a block number means the same tokens in both, so
 they are freed, shared, lost and rolled back together (kv_cache.py). It computes only what a guess needs: the prompt,

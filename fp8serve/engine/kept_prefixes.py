@@ -84,7 +84,7 @@ class KeptPrefixes:
             return
         try:
             found = Prefixes(hashes, runner.copies([block for _, block in chosen]))
-        except (RuntimeError, MemoryError) as problem:  # what torch raises when memory is short; the cache itself is sound
+        except (RuntimeError, MemoryError) as problem:  # memory is short; the cache itself is sound
             log.warning("The prefix cache is not kept this time, for want of memory: %s.", one_line(problem))
             return
         self._thread = Thread(target=self._write, args=(found,), daemon=True)

@@ -231,7 +231,7 @@ def test_killed_and_resumed_is_the_same_directory(tmp_path: Path, grpo: Configur
 def test_a_run_whose_reference_is_gone(grpo: Configure, tmp_path: Path) -> None:
     Trainer(grpo(beta=0.1, save_every=1)).run(stop=after(2))
     (tmp_path / "out" / "reference.safetensors").unlink()
-    with pytest.raises(JobError, match="is gone, the model that the run began with"):
+    with pytest.raises(JobError, match="the model that the run began with, is gone"):
         Trainer(grpo(beta=0.1, save_every=1)).run()
 
 
@@ -414,7 +414,7 @@ def test_a_dry_run_lists_bad_rows_and_drops_prompts_without_room(grpo: Configure
     assert (report.data.rows, report.data.dropped_rows) == (1, 1)
     prose = tmp_path / "prose.txt"
     prose.write_text("Nobody asks this.")
-    with pytest.raises(DataError, match="is prose, which asks nothing"):
+    with pytest.raises(DataError, match="is prose, which holds no prompts"):
         read_prompts(prose)
 
 

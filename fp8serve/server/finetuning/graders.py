@@ -17,7 +17,7 @@ def check_grader(url: str | None, allowed: Iterable[str]) -> None:
     if url is not None and not any(_is_below(urlsplit(url), urlsplit(known)) for known in allowed):
         raise Fault(
             Code.INVALID_PARAMETER,
-            "This server sends answers to no such address.",
+            "This server does not send answers to that address.",
             param="grader_url",
             hint="Its operator names those that it may ask with --grader-url.",
         )

@@ -42,7 +42,8 @@ class JobDirectories:
     store: JobStore
 
     def fill(self, directory: Path, body: FinetuneBody, source: Source, rows: Path | None) -> TrainConfig:
-        """Makes `directory` with a job's data; returns what the job is to do. Fault for data or numbers that are refused.
+        """Makes `directory` with a job's data; returns what the job is to do. Fault for data or numbers that are
+        refused.
 
         `rows` is the folder where the rows of a long request lie.
         """

@@ -1,10 +1,10 @@
 """Runs fine-tune jobs, one at a time, each in its own process: `python -m fp8serve.train.job_process JOB_DIR`.
 
 The job's directory holds the whole state (`job.json` in, `events.jsonl` and `result.json` out, `worker.lock` held while
-a worker lives), and the job table is only an index of it, so nothing is lost whichever process dies. A worker outlives a front that was
-killed: the next front finds the lock held and follows it instead of starting a second one. A worker that dies
-without a word is started again and resumes from its last checkpoint; after MAX_CRASHES deaths without a finished
-step the job fails. When the server stops, the job is asked to stop at a checkpoint and is queued again.
+a worker lives), and the job table is only an index of it, so nothing is lost whichever process dies. A worker outlives
+a front that was killed: the next front finds the lock held and follows it instead of starting a second one. A worker
+that dies without a word is started again and resumes from its last checkpoint; after MAX_CRASHES deaths without a
+finished step the job fails. When the server stops, the job is asked to stop at a checkpoint and is queued again.
 """
 
 import asyncio

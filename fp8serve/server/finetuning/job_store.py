@@ -1,7 +1,7 @@
 """The tables that survive a restart: fine-tune jobs, their events, uploaded files, and which weights were activated.
 
-Every method is one transaction and blocks until it is on the disk (`database.py`), so handlers call them in a thread.
-A job moves only along `MOVES`. The UPDATE that would make a move also refuses one that is not listed there, so two
+Every method is one transaction and blocks until it is on the disk (`database.py`), so handlers call them in a thread. A
+job moves only along `MOVES`. The UPDATE that would make a move also refuses one that is not listed there, so two
 callers cannot both succeed.
 
 Events are numbered by `seq`, rising over all jobs: the id of a server-sent event and the place where a reader

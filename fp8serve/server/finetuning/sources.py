@@ -125,7 +125,7 @@ class Sources:
             message = (
                 f"The adapter was trained beside {job.base}, and {model.name} serves {served.source.model_id} now."
             )
-            raise Fault(Code.JOB_STATE, message, hint="Activate what it was trained beside first.")
+            raise Fault(Code.JOB_STATE, message, hint="First activate the model that it was trained beside.")
 
     def owner(self, job: Job) -> ServedModel:
         """The loaded model from whose weights the job's line began. Fault 409 when that model is not loaded."""
@@ -133,7 +133,7 @@ class Sources:
         found = [m for m in self.models.models.values() if str(m.home.directory.resolve()) == trained]
         if found:  # several names may stand for one directory
             return next((model for model in found if model.name == job.root), found[0])
-        hint = "Load it first, or say in place of which model to serve the result: POST /models/{name}/activate."
+        hint = "Load it first, or name the model that the result replaces: POST /models/{name}/activate."
         raise Fault(Code.JOB_STATE, f"The job was trained from {job.root}, which is not loaded here.", hint=hint)
 
     def _first_directory(self, job: Job) -> str | None:

@@ -85,7 +85,8 @@ class Submissions:
         return job
 
     async def dry_run(self, body: FinetuneBody, rows: Path | None = None) -> dict[str, Any]:
-        """What the job would do: bad rows, tokens, the share of them that is learnt, steps, memory, and an example row."""
+        """What the job would do: bad rows, tokens, the share of them that is learnt, steps, memory, and an example
+        row."""
         source = await asyncio.to_thread(self._training_source, body.model)
         directory = self.runner.dir_of(f"validate-{new_job_id()}")
         try:
@@ -113,8 +114,8 @@ class Submissions:
             )
 
     def _training_source(self, model: str | None) -> Source:
-        """The weights to start from: those that `model` serves now (None: the default model), "base", or the result or a
-        checkpoint of an earlier job, by its name or by the job's id.
+        """The weights to start from: those that `model` serves now (None: the default model), "base", or the result or
+        a checkpoint of an earlier job, by its name or by the job's id.
         """
         served = self.models.default if model is None else self.models.named(model)
         if served is not None:

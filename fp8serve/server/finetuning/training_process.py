@@ -82,8 +82,8 @@ class TrainingProcess:
         return events
 
     def failure(self) -> str | None:
-        """The worker's own sentence if it gave up, otherwise None. A worker that was killed says nothing: its last event
-        may be from an earlier attempt.
+        """The worker's own sentence if it gave up, otherwise None. A worker that was killed says nothing: its last
+        event may be from an earlier attempt.
         """
         if self._last.get("code") == "error" and self.code in (None, EXIT_FAILED):
             return str(self._last["message"])
@@ -92,8 +92,8 @@ class TrainingProcess:
         return None
 
     async def stop(self, seconds: float) -> None:
-        """Sends SIGTERM, on which the process writes a checkpoint; after `seconds`, SIGKILL, which loses the steps since
-        the last checkpoint."""
+        """Sends SIGTERM, on which the process writes a checkpoint; after `seconds`, SIGKILL, which loses the steps
+        since the last checkpoint."""
         for number, patience in ((signal.SIGTERM, seconds), (signal.SIGKILL, 10.0)):
             self._signal(number)
             if await self._gone(patience):
