@@ -218,7 +218,9 @@ class TrainConfig:
             name = "patience" if self.patience is not None else 'result="best"'
             raise JobError(f"{name} compares validations; give eval_data and eval_every, too, or leave it out.")
         if STDIN in (*self.data, *self.eval_data):
-            raise JobError("Data are read again when a run goes on, so standard input ('-') cannot be used; name a file.")
+            raise JobError(
+                "Data are read again when a run goes on, so standard input ('-') cannot be used; name a file."
+            )
         _check_recipe(self)
         changed = _changed(self)
         _check_adapter(self, changed)
@@ -278,7 +280,9 @@ def _check_recipe(config: TrainConfig) -> None:
     if not recipe.trains(made := config.fp8_recipe):
         raise RecipeError(f"The recipe {config.recipe!r} is for serving only; train with another.")
     if recipe.name_of(made) != config.recipe:
-        raise RecipeError(f"With these recipe_options it is another recipe than {config.recipe!r}; name that one in `recipe`.")
+        raise RecipeError(
+            f"With these recipe_options it is another recipe than {config.recipe!r}; name that one in `recipe`."
+        )
     # No file format can express it, so the result would not be served as it was trained.
     inputs = None if made is None else made.specs.linear["input"]
     if inputs is not None and inputs.source == "current" and inputs.scale_format != "fp32":

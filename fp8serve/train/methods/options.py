@@ -94,7 +94,9 @@ def _check_answers(config: "TrainConfig") -> None:
             "the prompt; lower it, or raise seq_len."
         )
     if config.eval_data:
-        raise JobError("eval_data is judged by a loss on given answers, which the method grpo does not have; leave it out.")
+        raise JobError(
+            "eval_data is judged by a loss on given answers, which the method grpo does not have; leave it out."
+        )
     if config.packing != "rows":
         raise JobError(
             "packing fills a microbatch with rows of known length, and answers are written first; leave it out."
