@@ -105,10 +105,10 @@ class TrainConfig:
         MasterWeights, About("FP32 weights in the model, or in the optimizer beside a BF16 model.")
     ] = "model"
     optimizer_states: Annotated[
-        OptimizerStates, About("Moments of matrices in FP32, or in 8 bits, which takes torchao.")
+        OptimizerStates, About("Moments of matrices in FP32, or in 8 bits, which needs torchao.")
     ] = "fp32"
     recompute: Annotated[
-        bool, About("Keep the inputs of layers only for the backward pass, and compute the rest again.")
+        bool, About("Keep only the inputs of layers for the backward pass, and compute the rest again.")
     ] = False
     seed: Annotated[int, Ge(0), Le(2**31 - 1), About("Seed of the data order.")] = 0
     save_every: Annotated[
@@ -132,18 +132,18 @@ class TrainConfig:
         int | None, Ge(1), Le(MANY), About("Validations without a lower loss that end the run.", unset="none")
     ] = None
     result: Annotated[Which, About("Make the model of the last step, or of the lowest validation loss.")] = "last"
-    format: Annotated[FileFormat, About("Spelling of the result's FP8 weights.")] = "compressed-tensors"
+    format: Annotated[FileFormat, About("Format of the result's FP8 weights.")] = "compressed-tensors"
     lora_rank: Annotated[
         int | None, Ge(1), Le(MAX_RANK), About("Train an adapter of this rank beside the frozen model.", unset="none")
     ] = None
     lora_alpha: Annotated[
-        float | None, Gt(0), Le(1_000_000), About("The adapter counts alpha / rank times.", unset="2 x rank")
+        float | None, Gt(0), Le(1_000_000), About("Scales the adapter by alpha / rank.", unset="2 x rank")
     ] = None
     lora_targets: Annotated[
         Files,
         About("Layers with an adapter, by name or pattern.", unset="all projections", metavar="PATTERN"),
     ] = ()
-    dora: Annotated[bool, About("DoRA: train the lengths of the weights' rows, too.")] = False
+    dora: Annotated[bool, About("DoRA: also train a magnitude for each row of a weight.")] = False
     lora_dropout: Annotated[float, Ge(0), Lt(1), About("Dropout on the adapter's input.")] = 0.0
     method: Annotated[
         MethodName,
@@ -160,7 +160,7 @@ class TrainConfig:
     loss_type: Annotated[
         LossType | None,
         About(
-            "Of a pair (dpo): sigmoid, sigmoid_norm, ipo, simpo; of answers (grpo): dapo, grpo, dr_grpo.",
+            "Loss of pairs (dpo): sigmoid, sigmoid_norm, ipo, simpo; of answers (grpo): dapo, grpo, dr_grpo.",
             unset="sigmoid; grpo: dapo",
         ),
     ] = None
@@ -178,9 +178,9 @@ class TrainConfig:
     max_completion_length: Annotated[
         int | None, Ge(1), Le(1 << 20), About("Tokens of an answer (grpo).", unset="half of seq_len")
     ] = None
-    temperature: Annotated[float, Ge(0.01), Le(100), About("At which answers are drawn (grpo).")] = 1.0
-    epsilon: Annotated[float, Gt(0), Lt(1), About("Clips the importance ratio (grpo).")] = 0.2
-    epsilon_high: Annotated[float | None, Gt(0), Le(100), About("Clips it above (grpo).", unset="as --epsilon")] = None
+    temperature: Annotated[float, Ge(0.01), Le(100), About("Temperature at which answers are drawn (grpo).")] = 1.0
+    epsilon: Annotated[float, Gt(0), Lt(1), About("Clips the importance ratio at 1 +- this (grpo).")] = 0.2
+    epsilon_high: Annotated[float | None, Gt(0), Le(100), About("The same, above 1 (grpo).", unset="--epsilon")] = None
     scale_rewards: Annotated[
         ScaleRewards, About("Advantages are divided by the deviation of the group, of the step, or by nothing (grpo).")
     ] = "group"
@@ -190,10 +190,10 @@ class TrainConfig:
         About("Python file with a function `reward(prompt, completion, row)` (grpo).", "none", metavar="FILE"),
     ] = None
     grader_url: Annotated[
-        str | None, Len(1, 2048), About("Address that gives the rewards instead (grpo).", unset="none", metavar="URL")
+        str | None, Len(1, 2048), About("Address of a server that grades instead (grpo).", unset="none", metavar="URL")
     ] = None
     reward_seconds: Annotated[
-        float, Gt(0), Le(86400), About("How long a reward may take (grpo): an answer's by a file, a step's by a URL.")
+        float, Gt(0), Le(86400), About("Seconds for a reward (grpo): of an answer by a file, of a step by a URL.")
     ] = 60.0
     device: Annotated[str, Len(1), About("cpu or cuda.")] = "cpu"
     template_date: Annotated[
@@ -202,8 +202,8 @@ class TrainConfig:
     on_divergence: Annotated[
         OnDivergence,
         About(
-            "A run that made the model worse fails, or gives a model all the same (keep). One that diverges goes back "
-            "to its last good checkpoint, and on with a larger margin, then with current scaling (return)."
+            "A run that made the model worse fails, or gives a model all the same (keep). With return, a run that "
+            "diverges continues from its last good checkpoint with a larger margin, then with current scaling."
         ),
     ] = "fail"
 
