@@ -1,4 +1,4 @@
-"""The job description: its refusals, and that its JSON has everything."""
+"""The job description: what it refuses, and its JSON, which holds everything."""
 
 import json
 import subprocess

@@ -118,7 +118,7 @@ def test_a_base_without_scales_is_refused(lora: Configure, model_dir: Path) -> N
 
 
 def peft_directory(folder: Path, *, rank: int = 2, part: str = "", **changes: Any) -> Path:
-    """What peft writes of an adapter of one projection of the tiny model; a value of None takes a field away."""
+    """What peft writes for an adapter of one projection of the tiny model; a value of None removes a field."""
     folder.mkdir()
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "bias": "none", "target_modules": ["q_proj"]} | changes
     (folder / "adapter_config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))

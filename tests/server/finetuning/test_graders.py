@@ -1,4 +1,4 @@
-"""Addresses that jobs may have answers graded at: those of the operator and what lies below, and no file ever."""
+"""Addresses to which jobs may send answers: those of the operator and the paths below them, and never a file."""
 
 from pathlib import Path
 
