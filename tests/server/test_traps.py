@@ -1,4 +1,4 @@
-"""No body causes a 5xx. Every refusal is small, names its field in the right form, and repeats nothing that was sent."""
+"""No body causes a 5xx. Every refusal is small, names its field in the right form, and repeats nothing of the request."""
 
 import json
 import re
