@@ -1,4 +1,4 @@
-"""No body causes a 5xx. Every refusal is small, names its field in the right form, and repeats nothing of the request."""
+"""No body causes a 5xx. A refusal is small, names its field in the right shape, and repeats nothing that was sent."""
 
 import json
 import re
