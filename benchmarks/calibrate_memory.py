@@ -4,10 +4,10 @@
 
 Writes a random Llama of `--gib` in BF16 into a temporary directory and calibrates it in a process of its own. As root
 on a machine with memory control groups (version 1 or 2) that process, and the pages of files that it reads, are held to
-`--limit-gib`; the kernel kills what needs more. Elsewhere there is no limit, and the peaks alone tell.
+`--limit-gib`; the kernel kills what needs more. Elsewhere there is no limit; only the peaks are measured.
 
-Printed as JSON: bytes of the file, seconds, the peak of resident memory (VmHWM: mapped pages included), that of memory
-which no file backs (RssAnon, sampled), what the control group charged, and seconds of each stage.
+Prints as JSON the bytes of the file, seconds, the peaks of resident memory (VmHWM, with mapped pages) and of memory
+that no file backs (RssAnon, sampled), what the control group charged, and the seconds of each stage.
 """
 
 import argparse
@@ -28,7 +28,8 @@ GROUPS = Path("/sys/fs/cgroup")
 
 
 def write_model(folder: Path, gib: float, hidden: int) -> int:
-    """Bytes of the weights written, of which none stay in memory: a page counts for the group that reads it first."""
+    """Writes the weights and returns their bytes. None stay in memory: a page counts for the group that reads it
+    first."""
     from fp8serve.train.scratch import write_random_model
 
     wide = hidden * 11 // 4
@@ -43,7 +44,7 @@ def write_model(folder: Path, gib: float, hidden: int) -> int:
 
 @contextmanager
 def limited(num_bytes: int) -> Iterator[Path | None]:
-    """A control group with this limit, or None where none can be made."""
+    """A control group with this limit, or None if none can be made."""
     parent, limit = _controller()
     group = parent / f"calibrate-memory-{os.getpid()}"
     try:

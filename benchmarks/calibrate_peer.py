@@ -3,9 +3,9 @@
     python benchmarks/calibrate_peer.py MODEL --peer PYTHON [--samples 32] [--seq-len 256] [--batch-size 4] [--rounds 3]
 
 MODEL: a Hugging Face directory. PYTHON: the interpreter of an environment with `llmcompressor`, which gets as many
-threads. The samples are random token ids, the same for both. Counted is what either needs from the loaded model to its
-scales, and from start to the written directory; neither measures quality. The best of the rounds counts, the worst
-stands beside it. Printed as JSON.
+threads. The samples are random token ids, the same for both. For both, it times from the loaded model to its scales,
+and from the start to the written directory; quality is not measured. The best of the rounds counts, and the worst is
+shown beside it. Prints JSON.
 """
 
 import argparse
@@ -67,7 +67,7 @@ print(json.dumps({"scales": found, "total": total, "tokens": sum(map(len, ids))}
 
 
 def measured(python: str, program: str, *arguments: str) -> dict[str, float]:
-    """What a program says on its last line of JSON."""
+    """What a program prints on its last line, as JSON."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run([python, "-c", program, *arguments], capture_output=True, text=True, env=environment)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
@@ -87,7 +87,7 @@ def random_rows(model: Path, samples: int, length: int) -> list[list[int]]:
 
 
 def summary(rounds: list[dict[str, float]]) -> dict[str, Any]:
-    """Best and worst seconds of every figure, and tokens a second by the best."""
+    """Best and worst seconds of every figure, and tokens a second in the best round."""
     spans = {key: [round(f(r[key] for r in rounds), 2) for f in (min, max)] for key in ("scales", "total")}
     return spans | {"tokens_per_second": round(rounds[0]["tokens"] / min(r["scales"] for r in rounds))}
 

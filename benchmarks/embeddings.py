@@ -3,14 +3,14 @@
     python benchmarks/embeddings.py MODEL --peer PYTHON [--fp8 DIR] [--rounds 5] [--threads 2] [--out benchmarks]
 
 MODEL: an embedding model's directory in BF16 or FP32, which the peer reads. --fp8: what `fp8serve calibrate` made of
-it; without, it is calibrated first (recipe `delayed`). PYTHON: the interpreter of an environment with
+it; without this option it is calibrated first (recipe `delayed`). PYTHON: the interpreter of an environment with
 sentence-transformers.
 
 The texts are the passages shipped with fp8serve, cut to lengths in tokens: short (8 to 24), 128, 256, and mixed (8 to
 256), and no longer than the model reads. Every program loads its model once and then waits for its turn; all have the
 same number of threads. The server is asked in two ways: all texts in one request, and `CLIENTS` clients with a text
-each at a time. The best of the rounds counts, for other work on the machine makes a run slower and never faster; the
-worst stands beside it. That all computed the same is shown by the median cosine to the peer's FP32 vectors. Writes
+each at a time. The best of the rounds counts, because other work on the machine makes a run slower and never faster;
+the worst is shown beside it. The median cosine to the peer's FP32 vectors shows that all computed the same. Writes
 `embeddings-<date>.json` and prints a table.
 """
 
@@ -47,7 +47,7 @@ Vectors = Sequence[Sequence[float]]
 
 @dataclass(frozen=True)
 class Texts:
-    """Of one kind of work, and how many tokens they are."""
+    """The texts of one kind of work, and the number of their tokens."""
 
     texts: list[str]
     tokens: int
@@ -55,7 +55,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class Program:
-    """time(texts) -> seconds; vectors(texts) -> what it makes of them."""
+    """time(texts) -> seconds; vectors(texts) -> their embeddings."""
 
     name: str
     time: Callable[[list[str]], float]
@@ -63,7 +63,7 @@ class Program:
 
 
 def make_texts(encode: Callable[[str], list[int]], words: Sequence[str], longest: int) -> dict[str, Texts]:
-    """Texts of each kind, no longer than `longest` tokens: runs of the words, each from another place."""
+    """Texts of each kind, no longer than `longest` tokens: runs of the words that begin at different places."""
     rng, found = random.Random(0), {}
     for kind, (least, most, count) in WORK.items():
         texts = [_text(encode, words, rng, min(longest, rng.randint(least, most))) for _ in range(count)]
@@ -72,7 +72,7 @@ def make_texts(encode: Callable[[str], list[int]], words: Sequence[str], longest
 
 
 def _text(encode: Callable[[str], list[int]], words: Sequence[str], rng: random.Random, tokens: int) -> str:
-    """The longest run of words, from some place on, that has at most so many tokens."""
+    """The longest run of words from a random place that has at most `tokens` tokens."""
     start = rng.randrange(len(words))
     chosen = [words[(start + i) % len(words)] for i in range(tokens)]
     while len(chosen) > 1 and len(encode(" ".join(chosen))) > tokens:
@@ -100,7 +100,7 @@ class Child:
     def _line(self) -> Any:
         assert self._process.stdout is not None
         if not (line := self._process.stdout.readline()):
-            raise SystemExit(f"{self._process.args} ended with status {self._process.wait()}; its words are above.")
+            raise SystemExit(f"{self._process.args} ended with status {self._process.wait()}; its output is above.")
         return json.loads(line)
 
     def ask(self, texts: list[str], vectors: bool) -> Any:
@@ -114,7 +114,7 @@ class Child:
 
 
 def post(url: str, texts: list[str]) -> Vectors:
-    """What `/v1/embeddings` answers, as OpenAI's client asks for it."""
+    """The vectors that `/v1/embeddings` returns, asked as OpenAI's client asks."""
     body = {"input": texts, "encoding_format": "base64", "truncate_prompt_tokens": -1}
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(url + "/v1/embeddings", json.dumps(body).encode(), headers)
@@ -154,7 +154,7 @@ class Measured:
 def measure(
     programs: Sequence[Program], work: Mapping[str, Texts], rounds: int, tell: Callable[[str], None]
 ) -> Measured:
-    """All programs in turn, kind by kind, `rounds` times; before that once, not counted."""
+    """Measures all programs in turn, kind by kind, `rounds` times, after one round that does not count."""
     found = Measured()
     every = [text for texts in work.values() for text in texts.texts[:8]]
     exact = {program.name: program.vectors(every) for program in programs}
@@ -175,7 +175,8 @@ def cosine(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def rows_of(measured: Measured, work: Mapping[str, Texts]) -> list[dict[str, Any]]:
-    """One for each kind of work and program: the best and the worst round, and how many times as fast as the peers."""
+    """A row for each kind of work and program: the best and the worst round, and how many times as fast as the
+    peers."""
     rows = []
     for kind, programs in measured.seconds.items():
         count, tokens = len(work[kind].texts), work[kind].tokens

@@ -3,19 +3,20 @@
     python benchmarks/experts.py DIR --python /envs/hf/bin/python [--recipe rowwise] [--rounds 3] [--out benchmarks]
                                  [--experts 64] [--layers 8] [--hidden 1024]
 
-makes DIR/model, a Qwen3-MoE with random weights in BF16, and DIR/model.gguf, which `fp8serve convert` writes of it for
-llama.cpp, unless they are there; measures; and prints one JSON object, which it also leaves in OUT as
-experts-<date>.json. PYTHON is the interpreter of an environment with `transformers` and `llama-cpp-python`; what
-failed, such as a peer that is not installed, is named on standard error, and the exit status is then 1. Peers: our own
-engine with a head in FP8, which is what llama.cpp's Q8_0 compares with; transformers in BF16; llama.cpp in BF16 and,
-of the same bytes as ours, in Q8_0: as it chooses to run it, and with its weights as they lie in the file ("plain"), for
-with AMX and more than one token llama-cpp-python 0.3.36 crashes on experts in Q8_0. All decode greedily behind random
-prompts of 256 tokens, one sequence and eight.
+Makes DIR/model, a Qwen3-MoE with random weights in BF16, and DIR/model.gguf, which `fp8serve convert` writes from it
+for llama.cpp, unless they exist. Then measures, and prints one JSON object, which is also written to OUT as
+experts-<date>.json. PYTHON is the interpreter of an environment with `transformers` and `llama-cpp-python`. A program
+that fails, such as a peer that is not installed, is named on standard error, and the exit status is then 1.
+
+The peers are our own engine with a head in FP8, which compares with llama.cpp's Q8_0; transformers in BF16; and
+llama.cpp in BF16 and in Q8_0, which has as many bytes as ours. Q8_0 runs twice: as llama.cpp chooses to run it, and
+with its weights in the order of the file ("plain"), because with AMX llama-cpp-python 0.3.36 crashes on experts in Q8_0
+when there is more than one token. All decode greedily after random prompts of 256 tokens, one sequence and eight.
 
     python benchmarks/experts.py transformers DIR/model BATCH
     python benchmarks/experts.py llama DIR/model.gguf BF16|Q8_0 BATCH [plain]
 
-are the peers, and print {"prefill": tokens/s, "decode": tokens/s}.
+These are the peers; each prints {"prefill": tokens/s, "decode": tokens/s}.
 """
 
 import argparse
@@ -39,7 +40,7 @@ TEXTS = ["The router sends every token to a few experts.", "A weight of eight bi
 
 
 def make(folder: Path, experts: int, layers: int, hidden: int) -> None:
-    """DIR/model and DIR/model.gguf. SystemExit when there is a model of other sizes."""
+    """Makes DIR/model and DIR/model.gguf. SystemExit when DIR holds a model of other sizes."""
     from safetensors.torch import save_file
 
     from fp8serve.model.gguf.writing import write_gguf
@@ -50,7 +51,7 @@ def make(folder: Path, experts: int, layers: int, hidden: int) -> None:
     if (folder / "model.gguf").exists():
         made = json.loads((model / "config.json").read_text(encoding="utf-8"))
         if other := [key for key, value in wanted.items() if made.get(key) != value]:
-            raise SystemExit(f"{model} was made with another {other[0]}; give another folder, or remove it.")
+            raise SystemExit(f"{model} was made with another {other[0]}; give another folder, or remove this one.")
         return
     model.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(TEXTS, 512)
@@ -107,7 +108,7 @@ def run(folder: Path, python: str, recipe: str, rounds: int, out: Path) -> int:
 
 
 def told(prefill: float, steps: list[float], batch: int) -> None:
-    """Print the speeds; of decoding that of the median step."""
+    """Prints the speeds; for decoding, that of the median step."""
     print(json.dumps({"prefill": PROMPT / prefill, "decode": batch / sorted(steps)[len(steps) // 2]}))
 
 
@@ -123,7 +124,7 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def transformers(model: str, batch: str) -> None:
-    """Its own choice of how experts run."""
+    """transformers, which chooses by itself how experts run."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -143,7 +144,8 @@ def transformers(model: str, batch: str) -> None:
 
 
 def llama(model: str, kind: str, batch: str, layout: str = "") -> None:
-    """With as many threads as the others. layout "plain": weights are left as they lie in the file."""
+    """llama.cpp, with as many threads as the others. layout "plain": weights keep the order that they have in the
+    file."""
     from llama_cpp import llama_cpp as library
 
     engine = LlamaCpp(library, _quantized(library, model, kind), int(batch), layout != "plain")
@@ -164,7 +166,7 @@ def llama(model: str, kind: str, batch: str, layout: str = "") -> None:
 
 
 def _quantized(library: Any, model: str, kind: str) -> str:
-    """The path of the model in another type, which is made beside it unless it is there."""
+    """The path of the model in another type, which is made beside it unless it exists."""
     import ctypes
 
     if kind == "BF16":
@@ -180,7 +182,7 @@ def _quantized(library: Any, model: str, kind: str) -> str:
 
 
 class LlamaCpp:
-    """Several sequences, by llama.cpp's own functions: the Python class decodes one."""
+    """Decodes several sequences with llama.cpp's own functions, because the Python class decodes only one."""
 
     def __init__(self, library: Any, path: str, sequences: int, repacks: bool) -> None:
         self._library = library
@@ -188,7 +190,7 @@ class LlamaCpp:
         settings.use_extra_bufts = repacks
         model = library.llama_model_load_from_file(path.encode(), settings)
         if not model:
-            raise SystemExit(f"llama.cpp cannot read {path}; its words are above.")
+            raise SystemExit(f"llama.cpp cannot read {path}; its output is above.")
         self.vocabulary: int = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
         threads = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))
         options = library.llama_context_default_params()
@@ -203,12 +205,12 @@ class LlamaCpp:
         self._library.llama_memory_clear(self._library.llama_get_memory(self._context), True)
 
     def read(self, sequence: int, ids: list[int]) -> int:
-        """A whole prompt -> the likeliest token behind it."""
+        """A whole prompt -> the likeliest next token."""
         self._decode([(token, place, sequence) for place, token in enumerate(ids)], only_last=True)
         return self._likeliest(-1)
 
     def step(self, tokens: list[int], place: int) -> list[int]:
-        """Of every sequence its next token, at the same place -> the ones behind."""
+        """A token of every sequence, all at the same position -> the likeliest next tokens."""
         self._decode([(token, place, sequence) for sequence, token in enumerate(tokens)], only_last=False)
         return [self._likeliest(row) for row in range(len(tokens))]
 

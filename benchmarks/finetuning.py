@@ -1,14 +1,15 @@
-"""A fine-tune's steps and memory here beside transformers' Trainer and peft: seconds a step, and the peak of a process.
+"""A fine-tune here beside transformers' Trainer and peft: seconds a step, and the peak memory of the process.
 
     python benchmarks/finetuning.py MODEL --peer PYTHON [--rounds 3] [--steps 6] [--batch-size 4] [--seq-len 256]
 
 MODEL: a Hugging Face directory, or smollm2. PYTHON: the interpreter of an environment with `transformers`, `accelerate`
-and `peft`. Everybody trains the same rows of equal length with AdamW, each in a process of its own, in turn, round
-after round: all weights in FP32 computed in BF16, ours in FP8 too; then an adapter of rank 8 at every projection,
-theirs beside a BF16 model, ours beside an FP8 one; and both of ours with `recompute`. Ours run in the environment
-that `fp8serve finetune` prepares (`prepare_environment`), theirs with their defaults. A round's figure is the median
-of its steps but the first; other work can only make a step slower, so the fastest round counts, and the slowest stands
-beside it. The peak is the largest resident memory of the process, with Python and the libraries. Prints JSON.
+and `peft`. All train the same rows of equal length with AdamW, each in its own process, in turn, round after round.
+First all weights are trained: FP32 masters computed in BF16, and ours in FP8, too. Then an adapter of rank 8 is trained
+at every projection: theirs beside a BF16 model, ours beside an FP8 one. Both of ours also run with `recompute`. Ours
+run in the environment that `fp8serve finetune` prepares (`prepare_environment`), theirs with their defaults. A round's
+figure is the median of its steps without the first. Other work can only make a step slower, so the fastest round
+counts, and the slowest is shown beside it. The peak is the largest resident memory of the process, with Python and the
+libraries. Prints JSON.
 """
 
 import argparse
@@ -79,7 +80,7 @@ def rows_of(model: Path, count: int, length: int) -> tuple[list[str], list[list[
 
 
 def run(arm: dict[str, Any], job: dict[str, Any], rows: list[list[int]], python: str, folder: Path) -> dict[str, Any]:
-    """One arm once: {"seconds": of each step but the first, "peak": bytes}."""
+    """Runs one arm once: {"seconds": those of each step without the first, "peak": bytes}."""
     if arm.get("peer"):
         given = {"lora_rank": None, "recompute": False, **arm, "rows": rows, "steps": job["max_steps"]}
         described = folder / "job.json"
@@ -101,7 +102,7 @@ def _found(command: list[str]) -> dict[str, Any]:
 
 
 def compared(rounds: dict[str, list[dict[str, Any]]], tokens: int) -> dict[str, dict[str, float]]:
-    """By arm tokens a second of the fastest and of the slowest round, and the peak in MiB."""
+    """For each arm, tokens a second in the fastest and in the slowest round, and the peak in MiB."""
     found = {}
     for name, mine in rounds.items():
         medians = [statistics.median(one["seconds"]) for one in mine]

@@ -1,5 +1,5 @@
-"""Everything that needs a GPU, in one command: build, test, measure, check memory, write benchmarks/<gpu>-<date>.json
-and the page of it, .md.
+"""Does everything that needs a GPU in one command: builds, tests, measures, checks memory, and writes
+benchmarks/<gpu>-<date>.json with its page, .md.
 
     make gpu        or        python benchmarks/gpu.py [--cutlass PATH] [--skip build,test,measure,tune,sanitize]
     make gpu GPU_ARGS=--dry-run                        the same on a machine without a GPU, as far as that goes
@@ -9,12 +9,12 @@ package, from a wheel of it in the repository or in build/, or from --cutlass: a
 include/cutlass.
 
 Planned for 8 minutes on 16 cores: building 3, testing 1.5, measuring 1.5, tiles 0.5, the sanitizer with what is left.
-A machine may be lent for minutes only, and a kernel that nobody ran before may hang: every test file and every group of
-measurements has a process and a time limit of its own, and the results are written after each part.
+The machine may be available for minutes only, and a new kernel may hang. So every test file and every group of
+measurements has its own process and time limit, and the results are written after each part.
 
 --dry-run rehearses: the build is configured without CUDA and its steps are listed, tests for a GPU are collected, every
 measurement runs on the CPU with small sizes, tiles are tuned into a copy of the table, and what compute-sanitizer would
-run is collected. It shows that nothing is missing and no name is wrong; its figures mean nothing.
+run is collected. It shows that nothing is missing and that no name is wrong. Its figures mean nothing.
 """
 
 import argparse
@@ -42,7 +42,8 @@ Result = dict[str, Any]
 
 
 def run(command: list[Any], limit: float, **environment: str) -> Result:
-    """Runs a command under the repository; its status (124: it took too long), seconds and the end of its output."""
+    """Runs a command in the repository; returns its status (124: it took too long), seconds and the end of its
+    output."""
     begin, words = time.monotonic(), [str(part) for part in command]
     print("$", *words, flush=True)
     try:
@@ -55,7 +56,7 @@ def run(command: list[Any], limit: float, **environment: str) -> Result:
     try:
         output, status = process.communicate(timeout=limit)[0], process.returncode
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # compilers and test processes of its own go with it
+        os.killpg(process.pid, signal.SIGKILL)  # with the compilers and test processes that it started
         output, status = process.communicate()[0], 124
     seconds = round(time.monotonic() - begin, 1)
     print(f"{output[-2000:]}\n= {status} after {seconds} s: {' '.join(words)[:100]}", flush=True)
@@ -72,7 +73,8 @@ def together(parts: dict[str, Result]) -> Result:
 
 
 def present_architecture() -> str:
-    """ "89", "90a", "100a" or "120a", the target of the GPU in this machine alone; "100f" or "120f" for their kin."""
+    """ "89", "90a", "100a" or "120a", the target of the GPU in this machine alone; "100f" or "120f" for their
+    families."""
     import torch
 
     major, minor = torch.cuda.get_device_capability()
@@ -109,7 +111,7 @@ def rehearsed_build() -> Result:
 
 
 def build(options: argparse.Namespace) -> Result:
-    """The libraries for the GPU that is there; without CUTLASS if it will not compile with it."""
+    """Builds the libraries for the GPU of this machine; without CUTLASS if they do not compile with it."""
     BUILD.mkdir(parents=True, exist_ok=True)
     if options.dry_run:
         return rehearsed_build()
@@ -127,8 +129,8 @@ def build(options: argparse.Namespace) -> Result:
 
 # --- test -----------------------------------------------------------------------------------------------------------
 
-# Without the options of pyproject.toml: its plugins are not there, and a warning of a torch that is not the one of
-# development must not cost the run.
+# Without the options of pyproject.toml: its plugins may be missing, and a warning of another version of torch must not
+# fail the run.
 PYTEST = [
     sys.executable,
     "-m",
@@ -146,18 +148,18 @@ PYTEST = [
 
 
 def test_files() -> list[Path]:
-    """Those of tests/ that have tests for a GPU."""
+    """The files in tests/ that have tests for a GPU."""
     found = sorted(ROOT.glob("tests/**/test_*.py"))
     return [path for path in found if path.parent.name == "cuda" or "mark.gpu" in path.read_text()]
 
 
 def collecting(options: argparse.Namespace) -> list[str]:
-    """What keeps pytest from running anything in a rehearsal."""
+    """The option that keeps pytest from running anything in a rehearsal."""
     return ["--collect-only"] if options.dry_run else []
 
 
 def test(options: argparse.Namespace) -> Result:
-    """Every file in a process of its own, four at a time."""
+    """Runs every file in its own process, four at a time."""
 
     def one(path: Path) -> Result:
         result = run([*PYTEST, *collecting(options), path.relative_to(ROOT)], LIMITS["test"])
@@ -173,12 +175,12 @@ def test(options: argparse.Namespace) -> Result:
 SANITIZERS = {
     "memcheck": "accesses out of bounds and misaligned ones",
     "racecheck": "threads of a block that read shared memory while others write it",
-    "synccheck": "barriers that not all threads come to",
+    "synccheck": "barriers that not all threads reach",
 }
 
 
 def sanitize(options: argparse.Namespace) -> Result:
-    """Every tool of SANITIZERS over the small inputs of every op."""
+    """Runs every tool of SANITIZERS on the small inputs of every op."""
     tool, over = shutil.which("compute-sanitizer"), [*PYTEST, *collecting(options), "tests/cuda", "-k", "test_cases"]
     if options.dry_run:
         return run(over, LIMITS["sanitize"])
@@ -196,7 +198,7 @@ def measured(group: str, *flags: str, limit: float) -> Result:
     target = BUILD / f"{group}.json"
     target.unlink(missing_ok=True)
     result = run([sys.executable, "-m", "benchmarks.gpu_measure", group, "--out", target, *flags], limit)
-    if target.exists():  # also when the group did not come to its end
+    if target.exists():  # also when the group did not finish
         result["measured"] = json.loads(target.read_text())
     return result
 
@@ -208,7 +210,7 @@ def measure(options: argparse.Namespace) -> Result:
 
 
 def tune(options: argparse.Namespace) -> Result:
-    """The table of tiles, measured: in the results, and in csrc/cuda/gemm_tiles.h for the next build."""
+    """Measures the table of tiles, for the results and for csrc/cuda/gemm_tiles.h, which the next build uses."""
     BUILD.mkdir(parents=True, exist_ok=True)
     if not options.dry_run:
         return measured("tiles", "--tune", limit=LIMITS["tune"])
@@ -226,7 +228,7 @@ def measured_rows(results: dict[str, Result]) -> list[Result]:
 
 
 def machine(dry_run: bool = False) -> dict[str, Any]:
-    """What was measured on; in a rehearsal no GPU."""
+    """The machine that was measured; in a rehearsal without a GPU."""
     import torch
 
     def said(*command: str) -> str:
@@ -317,10 +319,10 @@ PARTS: tuple[Callable[[argparse.Namespace], Result], ...] = (build, test, measur
 
 
 def attempted(part: Callable[[argparse.Namespace], Result], options: argparse.Namespace) -> Result:
-    """A part, or what was wrong with it."""
+    """The result of a part, or what was wrong with it."""
     try:
         return part(options)
-    except Exception as failed:  # whatever it is, the other parts still count
+    except Exception as failed:  # any error: the other parts still count
         return {"status": 1, "seconds": 0, "tail": f"{type(failed).__name__}: {failed}"}
 
 

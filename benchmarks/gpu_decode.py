@@ -1,7 +1,8 @@
 """One decoding step of a 1.1-billion decoder with random FP8 weights, as the engine runs it, without its files.
 
 The sizes are those of TinyLlama 1.1B; weights in E4M3 with one scale a tensor, inputs with a stored scale, embedding
-and head in BF16 as they are served. No checkpoint and no tokenizer: a machine that is lent for minutes has neither.
+and head in BF16 as they are served. It needs no checkpoint and no tokenizer, so that it runs on a machine that has
+neither.
 """
 
 from types import SimpleNamespace
@@ -36,7 +37,7 @@ def config(dry: bool) -> ModelConfig:
 
 
 def frozen(decoder: Decoder) -> Decoder:
-    """Every linear of the layers in FP8, with scales that fit what it was initialised with."""
+    """Every linear of the layers in FP8, with scales that fit its initial values."""
     names = [name for name, module in decoder.model.named_modules() if isinstance(module, nn.Linear)]
     for name in names:
         linear = cast(nn.Linear, decoder.model.get_submodule(name))
@@ -49,7 +50,8 @@ def frozen(decoder: Decoder) -> Decoder:
 
 
 class DecodeStep:
-    """Call it to run the step; `bytes`: what it must read of weights; `how`: what runs it besides plain launches."""
+    """Call it to run the step. `bytes`: of the weights that it must read; `how`: what runs it besides plain
+    launches."""
 
     @torch.inference_mode()
     def __init__(self, device: str, dry: bool) -> None:

@@ -1,4 +1,4 @@
-"""Products of experts on the GPU that is there, for gpu_measure.py: a layer of Qwen3-30B-A3B, 128 experts, 8 a token.
+"""Products of experts on the GPU of this machine, for gpu_measure.py: a layer of Qwen3-30B-A3B, 128 experts, 8 a token.
 
 `grouped_mm` (gate and up of all experts in one) and `grouped_wgrad`, beside one `scaled_mm` for each expert that has
 rows, whose sizes the host knows here, and torch's grouped product where it takes these operands. Tokens choose their
@@ -22,7 +22,7 @@ Cast = tuple[Tensor, Tensor]
 
 
 class Bench(Protocol):
-    """What of gpu_measure.Bench is used here."""
+    """The part of gpu_measure.Bench that is used here."""
 
     @property
     def device(self) -> str: ...

@@ -1,15 +1,15 @@
-"""What gpu.py measures, a group to a process: python -m benchmarks.gpu_measure GROUP --out OUT.json [--dry-run]
+"""What gpu.py measures, one group in a process: python -m benchmarks.gpu_measure GROUP --out OUT.json [--dry-run]
 
     casts  skinny  attention  gemm  experts  linear  decode        tiles --tune: the table of csrc/cuda/gemm_tiles.h
 
-Times are medians of CUDA events around replays of a CUDA graph, which holds a call for each of several inputs larger
-than the caches together: the host's time to launch is not in them. Work that cannot be captured is timed call by call,
-and a decoding step, which replays a graph of its own, and a layer's training always are. Next to each
-time stands what it is worth: of the device's measured copy bandwidth for what moves bytes, TFLOP/s beside cuBLASLt's
-(torch.nn.functional.scaled_mm) on the same operands in the same run for what multiplies, the BF16 layer for a layer.
-Rows with a "goal" are those that were promised; "predicted" is what was expected before anything was measured. OUT is
-written after every part, so that a kernel which hangs costs its own part only. `--dry-run` does it all on the CPU with
-small sizes and wall-clock time: it shows that the script works, and nothing else.
+Times are medians of CUDA events around replays of a CUDA graph, which holds a call for each of several inputs that are
+together larger than the caches; so they do not contain the host's time to launch. Work that cannot be captured is timed
+call by call, and so are a decoding step, which replays its own graph, and a layer's training. Each time has a reference
+beside it: for ops that move bytes, the share of the device's measured copy bandwidth; for products, TFLOP/s beside
+those of cuBLASLt (torch.nn.functional.scaled_mm) on the same operands in the same run; for a layer, the BF16 layer.
+Rows with a "goal" were promised; "predicted" is what was expected before anything was measured. OUT is written after
+every part, so that a kernel that hangs costs only its own part. `--dry-run` does everything on the CPU with small sizes
+and wall-clock time; it only shows that the script works.
 """
 
 import argparse
@@ -45,7 +45,7 @@ LINEARS = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]  # of a lay
 
 @dataclass(frozen=True)
 class Bench:
-    """Where and how large."""
+    """The device and the sizes of the measurements."""
 
     dry: bool
 
@@ -86,7 +86,7 @@ def wall_times(work: Work, sets: int) -> list[float]:
 
 
 def replay_times(work: Work, sets: int, repeats: int) -> list[float] | None:
-    """Of one call, by replays of a graph that holds one for each input; None where it cannot be captured."""
+    """Seconds of one call, by replays of a graph that holds one for each input; None if it cannot be captured."""
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
@@ -366,7 +366,7 @@ def measurements(bench: Bench, group: str, save: Callable[[dict[str, Any]], None
             for row in part():
                 found["rows"].append(row)
                 save(found)
-        except Exception as failed:  # the machine may be lent for minutes: the others still count
+        except Exception as failed:  # any error: the other parts still count
             found["rows"].append({"what": "failed", "error": f"{type(failed).__name__}: {failed}"[:300]})
             save(found)
         if not bench.dry:
@@ -375,7 +375,7 @@ def measurements(bench: Bench, group: str, save: Callable[[dict[str, Any]], None
 
 
 def tile_time(bench: Bench, inside: bool, m: int, n: int, k: int, choice: gpu_tiles.TileChoice) -> float:
-    """Seconds of one tile on one shape; RuntimeError where it does not answer."""
+    """Seconds of one tile on one shape; RuntimeError if the tile refuses it."""
     m, n, k = map(bench.size, (m, n, k))
     if inside:
         a, b = (
@@ -389,7 +389,7 @@ def tile_time(bench: Bench, inside: bool, m: int, n: int, k: int, choice: gpu_ti
 
 
 def tuned(bench: Bench, header: Path) -> list[str]:
-    """Measures the table of the chip that is there, writes it into the header, and returns its lines."""
+    """Measures the table of this machine's chip, writes it into the header, and returns its lines."""
     number = 90 if bench.dry else capability()
     name = "a dry run" if bench.dry else torch.cuda.get_device_name()
     entries = gpu_tiles.table(chip(bench), partial(tile_time, bench))

@@ -1,11 +1,11 @@
-"""Which CUTLASS tile multiplies which shape, or that cuBLASLt does: writes a chip's lines of csrc/cuda/gemm_tiles.h.
+"""Chooses the CUTLASS tile, or cuBLASLt, for each shape: writes a chip's lines of csrc/cuda/gemm_tiles.h.
 
-    python benchmarks/gpu_measure.py --tune [OUT.h]     times every compiled tile on the GPU that is there
-    python benchmarks/gpu_tiles.py                      predicts the lines of chips that nobody has measured
+    python benchmarks/gpu_measure.py --tune [OUT.h]     times every compiled tile on this machine's GPU
+    python benchmarks/gpu_tiles.py                      predicts the lines of chips that have not been measured
 
-A prediction counts waves of tiles over the multiprocessors, each wave as long as a tile has products over the rate that
-a tile of that size keeps up. Lines whose shape gets the same answer without them are left out. The tiles themselves
-are in csrc/cuda/gemm_sm90.cu and its sisters; nothing here touches torch.
+A prediction counts waves of tiles over the multiprocessors; a wave takes the products of a tile divided by the rate of
+tiles of that size. A line is left out if its shape gets the same answer without it. The tiles themselves are in
+csrc/cuda/gemm_sm*.cu; this module does not use torch.
 """
 
 import re
@@ -52,7 +52,7 @@ SHAPES = [
     )
 ]
 SWIZZLES = (1, 2, 4, 8)
-Measure = Callable[[bool, int, int, int, TileChoice], float]  # seconds; raises RuntimeError where the kernel says no
+Measure = Callable[[bool, int, int, int, TileChoice], float]  # seconds; raises RuntimeError if the kernel refuses
 
 
 def sixteenths(value: int) -> int:
@@ -62,7 +62,7 @@ def sixteenths(value: int) -> int:
 
 
 def chosen(entries: list[TileEntry], inside: bool, m: int, n: int, k: int) -> TileChoice:
-    """What the kernels will look up: the nearest entry, the first of equals."""
+    """The choice that the kernels will look up: that of the nearest entry, the first among equally near ones."""
 
     def distance(entry: TileEntry) -> int:
         apart = [abs(sixteenths(a) - sixteenths(b)) for a, b in ((m, entry.m), (n, entry.n), (k, entry.k))]
@@ -86,7 +86,7 @@ def predicted(chip: Chip) -> Measure:
         rows, columns, rate = chip.tiles[choice.tile]
         tiles = -(-m // rows) * -(-n // columns)
         waves = -(-tiles // chip.multiprocessors)
-        wanted = 4 if waves > 4 else 1  # many waves meet each other's operands again
+        wanted = 4 if waves > 4 else 1  # many waves find operands of others in the cache
         return waves * rows * columns * k / rate * (1.0 if choice.swizzle == wanted else 1.01)
 
     return cost
@@ -114,7 +114,7 @@ def fastest(chip: Chip, measure: Measure, inside: bool, m: int, n: int, k: int) 
 
 
 def thinned(entries: list[TileEntry]) -> list[TileEntry]:
-    """Without the lines that say what the others say."""
+    """The entries without those that the others already imply."""
     kept = list(entries)
     for entry in entries:
         rest = [e for e in kept if e != entry]
@@ -137,7 +137,7 @@ def lines(number: int, entries: list[TileEntry], origin: str) -> list[str]:
 
 
 def parsed(text: str) -> dict[int, tuple[str, list[TileEntry]]]:
-    """Per chip the origin of its lines and what they say."""
+    """For each chip, the origin of its lines and their entries."""
     found: dict[int, tuple[str, list[TileEntry]]] = {}
     for chip, origin in re.findall(r"// sm_(\d+): (.*)", text):
         found[int(chip)] = (origin, [])
@@ -150,7 +150,7 @@ def parsed(text: str) -> dict[int, tuple[str, list[TileEntry]]]:
 
 
 def rewritten(text: str, tables: dict[int, tuple[str, list[TileEntry]]]) -> str:
-    """The header with these tables in the place of its own."""
+    """The header with these tables in place of its own."""
     begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
     body = [line for chip, (origin, entries) in sorted(tables.items()) for line in lines(chip, entries, origin)]
     return text[:begin] + "".join(body) + text[end:]

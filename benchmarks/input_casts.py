@@ -1,9 +1,9 @@
-"""What casting the inputs of linear layers costs, by itself: weights as they are, everything computed in FP32.
+"""The loss of accuracy by casting only the inputs of linear layers: weights stay as they are, all is computed in FP32.
 
     python benchmarks/input_casts.py MODEL TEXT.jsonl [--samples 8] [--seq-len 512]
 
-Each row casts the input of every linear layer to E4M3 and back in one way, and is the KL divergence from the model
-without casts. "mantissa" rounds to E4M3's four significant bits whatever the exponent: no value is too large or small.
+Each row casts the input of every linear layer to E4M3 and back in one way, and shows the KL divergence from the model
+without casts. "mantissa" rounds to E4M3's four significant bits at any exponent, so no value is too large or too small.
 """
 
 import argparse
@@ -67,7 +67,7 @@ CASTS: dict[str, Cast] = {
 
 @contextmanager
 def inputs(linears: Mapping[str, nn.Module], change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
-    """Inside, every linear reads what `change` makes of its input."""
+    """Inside, every linear reads its input as changed by `change`."""
     handles = [
         linear.register_forward_pre_hook(lambda module, args, name=name: (change(name, args[0]),))
         for name, linear in linears.items()

@@ -1,13 +1,13 @@
-"""What the server costs on top of its engine: tokens per second at batch 8, and time to the first token, in pairs.
+"""The cost of the server on top of its engine: tokens per second at batch 8, and the time to the first token.
 
     python -m benchmarks.overhead MODEL [--rounds 5] [--batch 8] [--prompt 64] [--new 96] [--recipe NAME] [--threads 2]
 
-The engine runs in this process; beside it are servers of the same model: one as it comes, one that sends spans to a
-collector (a small process that takes them and answers 200), one with `--metrics-per-layer`. They take turns: in a
-round each gets `--batch` requests at once, and then `--first` requests one after the other, of random prompts that
-nobody has seen before; the others wait idly. Rates are all tokens of the answers by the time from the first request's
-sending to the last token; the server streams, and its client reads bytes and does nothing with them. A round's figure
-is a ratio to the engine's in that round, or a difference; it prints their medians and all rounds as JSON.
+The engine runs in this process; beside it are three servers of the same model: one with default options, one that sends
+spans to a collector (a small process that takes them and answers 200), and one with `--metrics-per-layer`. They take
+turns: in a round each gets `--batch` requests at once, and then `--first` requests one after the other, with new random
+prompts, while the others are idle. A rate is the number of all tokens of the answers divided by the time from sending
+the first request to the last token. The server streams; its client only reads the bytes. The figure of a round is the
+ratio to the engine's in that round, or the difference. Prints the medians and all rounds as JSON.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from fp8serve.running import RunningServer
 
 Prompt = tuple[int, ...]
 Arms = dict[str, Callable[[Sequence[Prompt], int], tuple[float, float]]]
-"""By name what answers prompts with so many tokens each: seconds to the first token of any, and to the last of all."""
+"""By name, what answers prompts with a number of tokens each: seconds to the first token, and to the last of all."""
 COLLECTOR = """
 import http.server, sys
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -67,7 +67,7 @@ async def by_server(url: str, prompts: Sequence[Prompt], new: int) -> tuple[floa
 
 
 async def _stream(url: str, prompt: Prompt, new: int, began: float) -> float:
-    """Seconds from `began` to the first event, when the last one has come."""
+    """Reads a whole stream; returns the seconds from `began` to its first event."""
     place = urlsplit(url)
     body = {"prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True, "stream": True}
     sent = json.dumps(body).encode()
@@ -89,7 +89,7 @@ async def _stream(url: str, prompt: Prompt, new: int, began: float) -> float:
 
 @contextmanager
 def collector() -> Iterator[str]:
-    """The address of one that takes everything."""
+    """The address of a collector that accepts everything."""
     with subprocess.Popen([sys.executable, "-c", COLLECTOR], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -101,7 +101,7 @@ def collector() -> Iterator[str]:
 def measure(
     arms: Arms, rounds: int, batch: int, prompt: int, new: int, first: int
 ) -> dict[str, list[dict[str, float]]]:
-    """By arm a record for each round; the order of the arms changes from round to round."""
+    """For each arm, a record of each round; the order of the arms changes from round to round."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
     rng = random.Random(0)
 
@@ -120,7 +120,7 @@ def measure(
 
 
 def compared(rounds: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, Any]]:
-    """By server what the rounds say of it beside the engine."""
+    """For each server, its rounds compared with the engine's."""
     engine, found = rounds["engine"], {}
     for name, mine in rounds.items():
         rates = [a["tokens_per_second"] / b["tokens_per_second"] for a, b in zip(mine, engine, strict=True)]

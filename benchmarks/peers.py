@@ -1,9 +1,9 @@
-"""Our engine beside other people's, in turn, on one machine: writes benchmarks/peers-<date>.json and a Markdown table.
+"""Our engine beside other engines, in turn, on one machine: writes benchmarks/peers-<date>.json and a Markdown table.
 
     python benchmarks/peers.py MODEL peers.toml [--rounds 3] [--recipe stored] [--out benchmarks]
 
-MODEL is what `fp8serve bench engine` measures. The peers, their models and their environments are the reader's own;
-the file says how each is started, once for every batch size, and what we want to be:
+MODEL is what `fp8serve bench engine` measures. You provide the peers, their models and their environments. The file
+says how each is started, once for every batch size, and how much faster we want to be:
 
     [[peer]]
     name = "llama.cpp Q8_0"
@@ -14,9 +14,9 @@ the file says how each is started, once for every batch size, and what we want t
 A command prints, on the last line that has them, either `... prefill 149.1 tok/s, decode 38.3 tok/s ...` or a JSON
 object `{"prefill": 149.1, "decode": 38.3}` (either may be missing); everything else it says is ignored.
 
-Other work on the machine and its changing clock make any run slower than it could be, and never faster. So programs
-alternate, round by round and batch by batch, and the best round of each counts; the worst stands beside it, to show how
-quiet the hour was. A program that fails is named, the others are measured on, and the exit status is 1.
+Other work on the machine and its changing clock can only make a run slower. So programs alternate, round by round and
+batch by batch, and the best round of each counts; the worst is shown beside it, to tell how quiet the machine was. A
+program that fails is named, the others are still measured, and the exit status is 1.
 """
 
 import argparse
@@ -44,7 +44,8 @@ class PeerError(Exception):
 
 @dataclass(frozen=True)
 class Program:
-    """Something that decodes: what starts it for a batch size, and how many times its speed we want to have."""
+    """Something that decodes: the command that starts it for a batch size, and the multiple of its speed that we
+    want."""
 
     name: str
     command: tuple[str, ...]
@@ -76,7 +77,7 @@ def _program(entry: Mapping[str, Any]) -> Program:
 
 
 def ours(model: str, recipe: str, batches: Sequence[int]) -> Program:
-    """`fp8serve bench engine`, in a process of its own like every peer."""
+    """`fp8serve bench engine`, in its own process like every peer."""
     words = ["-m", "fp8serve.cli", "bench", "engine", model, "--recipe", recipe, "--batch", "{batch}", "--json"]
     return Program(OURS, (sys.executable, *words), tuple(batches))
 
@@ -163,11 +164,12 @@ def _turns(programs: Sequence[Program]) -> Iterator[tuple[int, Program]]:
                 yield batch, program
 
 
-# --- what it comes to
+# --- the comparison
 
 
 def compare(programs: Sequence[Program], measured: Measured) -> list[dict[str, Any]]:
-    """One row for each peer and kind of work: both speeds, the ratio of the best rounds, the goal and whether met."""
+    """One row for each peer and kind of work: both speeds, the ratio of the best rounds, the goal, and whether it was
+    met."""
     mine, rows = measured.rounds.get(OURS, {}), []
     for program in programs:
         for work, theirs in measured.rounds.get(program.name, {}).items():
@@ -203,7 +205,7 @@ def write(out: Path, date: str, result: Mapping[str, Any]) -> Path:
 
 
 def named(words: Sequence[str]) -> list[str]:
-    """A command as it may be published: programs and models by their names, not by where they lie."""
+    """A command in the form for publication: programs and models by their names, without their paths."""
     return [Path(word).name if word.startswith("/") else word for word in words]
 
 

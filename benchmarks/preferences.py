@@ -1,11 +1,11 @@
-"""DPO here beside TRL's: the loss and the rewards of every step on the same pairs, in the same order, from one model.
+"""DPO here beside TRL's: the loss and the rewards of every step, from one model, with the same pairs in the same order.
 
     python benchmarks/preferences.py MODEL --peer PYTHON --out DIR [--steps 24] [--recipe bf16 ...] [--loss-type ipo]
 
 MODEL: a Hugging Face directory. PYTHON: the interpreter of an environment with `trl`. The pairs are sums with a right
-and a wrong answer, made from a seed. Both trainers hold FP32 weights and compute in BF16; the FP8 recipes are ours
-alone, and TRL in FP32 beside TRL in BF16 shows what rounding does. TRL is given the pairs in the order in which ours
-takes them. Numbers are compared, not speed. DIR keeps every curve, so that a call which was cut short goes on from
+and a wrong answer, made from a seed. Both trainers hold FP32 weights and compute in BF16. Only ours has FP8 recipes;
+TRL in FP32 beside TRL in BF16 shows the effect of rounding. TRL gets the pairs in the order in which ours takes them.
+The comparison is of numbers, not of speed. DIR keeps every curve, so that a call that was interrupted continues from
 there. Prints JSON.
 """
 
@@ -89,7 +89,7 @@ def kept(path: Path, run: Callable[[], list[dict[str, float]]]) -> list[dict[str
 
 
 def apart(run: Sequence[dict[str, float]], peer: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Of each number the largest difference between the two over all steps, and of the loss the mean one, too."""
+    """The largest difference between the two over all steps, for each number; for the loss, the mean one, too."""
     steps = list(zip(run, peer, strict=True))
     largest = {f"largest {name}": max(abs(a[name] - b[name]) for a, b in steps) for name in COMPARED}
     return {**largest, "mean loss": sum(abs(a["loss"] - b["loss"]) for a, b in steps) / len(steps)}

@@ -1,4 +1,4 @@
-"""Text to calibrate and to measure on that every Python carries: the help topics of its documentation.
+"""Text for calibrating and measuring that every Python has: the help topics of its documentation.
 
     python benchmarks/python_docs.py MODEL_DIR OUT
 

@@ -3,8 +3,8 @@ r"""GRPO with a reward that can be checked: SmolLM2 learns sums of one-digit num
     python benchmarks/rewards.py MODEL --out DIR [--steps 32] [--recipe delayed ...] [--svg FILE]
 
 MODEL: a Hugging Face directory. The prompts are "2 + 3 = 5\n7 + 8 ="; of the 81 sums, 17 are held out. Before and
-after, these are answered greedily by an engine: of MODEL in BF16, and of the result, which nobody calibrated. DIR keeps
-every step, so that a call which was cut short goes on from there. Prints JSON.
+after, these are answered greedily by an engine: with MODEL in BF16, and with the result, without calibration. DIR keeps
+every step, so that a call that was interrupted continues from there. Prints JSON.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def sums() -> tuple[list[Row], list[Row]]:
 
 
 def train(model: str, folder: Path, data: Path, recipe: str, steps: int) -> list[Row]:
-    """What is drawn of every step. The model is in `folder/model`."""
+    """Trains, and returns the figures of every step that are drawn. The model is in `folder/model`."""
     log = folder.with_suffix(".jsonl")
 
     def follow(event: Mapping[str, Any]) -> None:
@@ -56,7 +56,7 @@ def train(model: str, folder: Path, data: Path, recipe: str, steps: int) -> list
 
 
 def ask(model: Path | str, recipe: str, rows: Sequence[Row]) -> Row:
-    """How many of the sums an engine answers rightly, and what it says."""
+    """The number of sums that an engine answers correctly, and its answers."""
     engine = Engine(model, recipe=recipe)
     done = engine.generate([row["prompt"] for row in rows], max_new_tokens=ANSWER, temperature=0.0)
     right = sum(reward(row["prompt"], one.text, row) for row, one in zip(rows, done, strict=True))

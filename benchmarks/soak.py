@@ -2,20 +2,19 @@
 
     python -m benchmarks.soak MODEL [--load 2000] [--minutes 30] [--warm-up 3] [--context 512] [-- OPTION...]
 
-First, `--load` requests of four tenants at the same moment (soak_load.py): no tenant waits more than twice as long as
-a fair server would have it, memory is flat, `/metrics` tells of every request. Then, on the same server, `--minutes`
-of clients in a closed loop who send what real ones send (soak_asks.py): streamed and whole answers, chats, prompts of
-a few tokens and of most of the context, prompts that share their beginning, several choices at once, sampling with
-every filter and penalty, log-probabilities and stop strings; they hang up before the first token and in the middle of
-a stream; and they send what must be refused. An answer with another status than the one that is due fails the run,
-too.
+First, `--load` requests of four tenants at the same moment (soak_load.py): no tenant waits more than twice as long as a
+fair server would have it, memory is flat, `/metrics` counts every request. Then, on the same server, `--minutes` of
+clients in a closed loop that send what real ones send (soak_asks.py): streamed and whole answers, chats, prompts of a
+few tokens and of most of the context, prompts that share their beginning, several choices at once, sampling with every
+filter and penalty, log-probabilities and stop strings; they hang up before the first token and in the middle of a
+stream; and they send what must be refused. An answer with a status other than the expected one fails the run, too.
 
-Memory is that of the HTTP process and of the engine's (soak_memory.py). The cache of keys and values is the system's
-zero pages until it is used, so the server is given a small one, and what comes first has to fill it. After the
-warm-up the median of the last quarter may exceed that of the first by `--allow` MB in each process.
+Memory is that of the HTTP process and of the engine's (soak_memory.py). The cache of keys and values takes no memory
+until it is used, so the server is given a small one, which the first requests fill. After the warm-up, the median of
+the last quarter may exceed that of the first by `--allow` MB in each process.
 
-What stands behind `--` are further options of `fp8serve serve`. Written: a JSON and a picture. Requests follow a
-seed; which of them meet in a batch depends on the machine.
+After `--` come further options of `fp8serve serve`. Writes a JSON file and a picture. Requests are drawn from a seed;
+which of them share a batch depends on the machine.
 """
 
 import argparse
@@ -60,7 +59,7 @@ class Counts:
 
 
 def send(url: str, key: str, ask: Ask) -> tuple[int, bytes]:
-    """The status and what was read; the connection is closed behind it, wherever the answer is."""
+    """The status and what was read. The connection is closed then, even in the middle of the answer."""
     place = urlsplit(url)
     connection = http.client.HTTPConnection(str(place.hostname), place.port, timeout=TIMEOUT)
     try:
@@ -78,7 +77,7 @@ def send(url: str, key: str, ask: Ask) -> tuple[int, bytes]:
 
 
 def client(url: str, key: str, seed: int, context: int, done: threading.Event, counts: Counts) -> None:
-    """Asks until `done`: every kind in turn, in an order of the client's own; the turn that has begun is ended."""
+    """Sends requests until `done`: all kinds in turn, in the client's own order; a turn that has begun is finished."""
     rng = random.Random(seed)
     while not done.is_set():
         for make in rng.sample(MAKERS, len(MAKERS)):
@@ -94,7 +93,7 @@ def client(url: str, key: str, seed: int, context: int, done: threading.Event, c
 
 @dataclass(frozen=True)
 class SoakPlan:
-    """How long, in seconds; what is allowed, in MB."""
+    """Durations in seconds, and the allowed growth in MB."""
 
     seconds: float
     warm_up: float
@@ -152,7 +151,7 @@ def write_keys(path: Path) -> dict[str, str]:
 
 
 def serve_and_run(model: str, options: Sequence[str], count: int, plan: SoakPlan) -> dict[str, Any]:
-    """A server of its own for both."""
+    """Starts a server and runs both parts on it."""
     from fp8serve.hub import find_model
     from fp8serve.running import RunningServer
 
@@ -176,7 +175,7 @@ def serve_and_run(model: str, options: Sequence[str], count: int, plan: SoakPlan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 when all that is promised was seen."""
+    """0 when every promise was kept."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--load", type=int, default=2000, help="requests at the same moment; 0: none")
@@ -215,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def told(run: Mapping[str, Any]) -> str:
-    """The figures of a run but its samples."""
+    """The figures of a run without its samples."""
     return json.dumps(
         {name: value for name, value in run.items() if name not in ("samples", "ends", "failed")}, indent=1
     )

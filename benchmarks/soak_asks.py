@@ -1,6 +1,6 @@
-"""What the clients of a soak ask: a kind of request each, drawn from random numbers of the client's own.
+"""The requests of a soak's clients: a function for each kind, which draws from the client's own random numbers.
 
-Each says which status is due, and after how many lines of a stream the client hangs up.
+Each request says which status is expected, and after how many lines of a stream the client hangs up.
 """
 
 import random
@@ -14,7 +14,7 @@ WORDS = ("scale", "amax", "history", "recipe", "block", "cache", "token", "promp
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: where, what, the status that is due, and after how many lines of a stream the client hangs up."""
+    """One request: path, body, expected status, and the lines of a stream after which the client hangs up."""
 
     kind: str
     path: str

@@ -1,15 +1,14 @@
-"""Some thousand requests at once, of four tenants that ask for unequally much: fairness, memory, and the books.
+"""Thousands of requests at once, from four tenants with unequal loads: fairness, memory, and counts.
 
-All requests are sent in the same moments. Prompts are of every length up to the context's, as texts, token ids and
+All requests are sent at the same moment. Prompts are of every length up to the context's, as texts, token ids and
 chats; half of the answers are streamed. Three things are judged:
 
 * Each tenant has at most twice the 95th percentile of latency that an ideal server would give it: one of the same
-  speed whose time is divided equally among the tenants that still wait. A tenant has then received `a` tokens of work
-  when the server has done the sum, over tenants, of the smaller of `a` and what the tenant asked for (`fair_work`);
-  when it had done that much is read from the run itself. So a machine that others use as well changes both sides
-  alike.
+  speed whose time is divided equally among the tenants that still wait. On that server a tenant has received `a` tokens
+  of work once the total work is the sum, over tenants, of the smaller of `a` and what the tenant asked for
+  (`fair_work`). The run itself tells when it had done that much. So other work on the machine changes both sides alike.
 * Memory is flat while the queue is worked off.
-* `/metrics` tells of every request, of its tenant, of its tokens, and in the end of none in flight.
+* `/metrics` counts every request and its tokens for its tenant, and none is in flight at the end.
 """
 
 import asyncio
@@ -31,16 +30,16 @@ from benchmarks.soak_asks import WORDS
 from benchmarks.soak_memory import too_much, watch
 
 SHARES = {"bulk": 0.55, "evening": 0.25, "team": 0.15, "single": 0.05}
-"""Of all requests, each tenant's."""
+"""Each tenant's share of all requests."""
 LENGTHS = ((0.5, 0.08), (0.35, 0.3), (0.13, 0.8), (0.02, 1.0))
-"""How many prompts are at most how long, as a part of the context; the last ones leave room for their answers alone."""
+"""(share of the prompts, their largest length as a part of the context); the longest leave room for the answer only."""
 MOST_OFF = 2.0  # times the fair latency
 TIMEOUT = 7200.0  # seconds for an answer
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """One request: whose, where, what."""
+    """One request: tenant, path, body."""
 
     tenant: str
     path: str
@@ -49,7 +48,7 @@ class Wanted:
 
 @dataclass
 class Served:
-    """How it went: seconds since the first request was sent, and tokens of the prompt and the answer."""
+    """Its outcome: seconds since the first request was sent, and tokens of the prompt and the answer."""
 
     tenant: str
     status: int
@@ -128,7 +127,7 @@ async def _exchange(host: str, port: int, item: Wanted, key: str) -> bytes:
 
 
 def read_answer(item: Wanted, raw: bytes, seconds: float) -> Served:
-    """Raises ValueError or LookupError for what is no whole answer."""
+    """Raises ValueError or LookupError if the answer is not whole."""
     head, _, body = raw.partition(b"\r\n\r\n")
     status, text = int(head.split()[1]), body.decode(errors="replace")
     if status != 200:
@@ -152,7 +151,7 @@ def fair_work(asked: Mapping[str, float], share: float) -> dict[str, float]:
 
 
 def reached(served: Iterable[Served], work: float) -> float:
-    """Seconds until so much work was done."""
+    """Seconds until `work` was done."""
     done, at = 0.0, 0.0
     for one in sorted(served, key=lambda one: one.seconds):
         done, at = done + one.work, one.seconds
@@ -186,7 +185,7 @@ def by_tenant(served: Sequence[Served]) -> dict[str, dict[str, float]]:
     return found
 
 
-# --- the books
+# --- counts
 
 
 def metrics(url: str, key: str) -> Counter[str]:
@@ -227,7 +226,7 @@ def due(served: Sequence[Served]) -> dict[str, float]:
 
 
 def settled(url: str, key: str, before: Mapping[str, float], served: Sequence[Served]) -> list[str]:
-    """What is `uncounted` when a request's last byte is a while ago: the server counts behind it."""
+    """What stays `uncounted` for a while: the server counts a request after its last byte."""
     for _ in range(100):
         if not (found := uncounted(before, metrics(url, key), served)):
             break
@@ -236,7 +235,7 @@ def settled(url: str, key: str, before: Mapping[str, float], served: Sequence[Se
 
 
 def uncounted(before: Mapping[str, float], after: Mapping[str, float], served: Sequence[Served]) -> list[str]:
-    """A sentence for every figure of `/metrics` that is not what the answers say."""
+    """A sentence for every figure of `/metrics` that differs from the answers."""
     found = {name: after.get(name, 0) - before.get(name, 0) for name in due(served)}
     wrong = [(name, found[name], wants) for name, wants in due(served).items() if found[name] != wants]
     return [f"/metrics: {name} rose by {rose:g}, and {wants:g} are due." for name, rose, wants in wrong]
@@ -285,7 +284,7 @@ def _count(url: str, key: str, ended: threading.Event, found: list[tuple[float, 
 
 
 def finished(ends: Mapping[str, Sequence[float]]) -> dict[str, list[tuple[float, float]]]:
-    """Curves: by tenant the percentage of its requests that are answered, over minutes."""
+    """Curves: for each tenant, the percentage of its requests that are answered, over minutes."""
     return {
         name: [(0.0, 0.0), *((at / 60, 100 * rank / len(mine)) for rank, at in enumerate(sorted(mine), 1))]
         for name, mine in ends.items()

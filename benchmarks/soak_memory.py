@@ -1,7 +1,7 @@
 """The memory of a server's processes over the time of a run, and how much it grew.
 
-What is judged is anonymous memory (`RssAnon`): that is what leaks. Pages of mapped weights come and go with the
-system's needs; they are recorded as part of the whole (`VmRSS`). Needs /proc, thus Linux.
+It judges anonymous memory (`RssAnon`), because leaks appear there. The system loads and drops pages of mapped weights
+as it needs; they are recorded as part of the whole (`VmRSS`). Needs /proc, thus Linux.
 """
 
 import statistics
@@ -27,7 +27,7 @@ def children(pid: int) -> list[int]:
 
 
 def watch(pids: dict[str, int], every: float, ended: threading.Event) -> list[Sample]:
-    """A sample of every process, every so many seconds until `ended`; at least one."""
+    """Samples of every process, one every `every` seconds until `ended`; at least one."""
     began, samples = time.monotonic(), list[Sample]()
     while not samples or not ended.wait(every):
         now = round(time.monotonic() - began, 2)
@@ -36,8 +36,8 @@ def watch(pids: dict[str, int], every: float, ended: threading.Event) -> list[Sa
 
 
 def growth(samples: Sequence[Sample], warm_up: float, process: str) -> float:
-    """MB of anonymous memory that the last quarter after the warm-up has more than the first quarter; 0 where no sample
-    is of later."""
+    """The growth of anonymous memory from the first to the last quarter after the warm-up, in MB; 0 if there are no
+    samples after the warm-up."""
     values = [sample[process]["anonymous"] for sample in samples if sample["seconds"] >= warm_up]
     if not values:
         return 0.0
@@ -46,7 +46,7 @@ def growth(samples: Sequence[Sample], warm_up: float, process: str) -> float:
 
 
 def too_much(samples: Sequence[Sample], warm_up: float, allow: float) -> tuple[dict[str, float], list[str]]:
-    """By process the growth in MB, and a sentence for each that grew by more than `allow`."""
+    """The growth of each process in MB, and a sentence for each that grew by more than `allow`."""
     grown = {name: growth(samples, warm_up, name) for name in samples[0] if name != "seconds"}
     return grown, [
         f"The {name} grew by {mb:.1f} MB after the warm-up; {allow:g} are allowed."

@@ -1,12 +1,12 @@
-"""Answers of a given form on a real model: how many are valid, and what the form costs.
+"""Answers of a given form from a real model: how many are valid, and the cost of the form.
 
     python benchmarks/structured.py MODEL [--answers 200] [--batch 8] [--recipe NAME] [--threads 2]
 
 Asks for JSON of several schemas at temperature 1, `--batch` answers at a time, and validates each with the package
-`jsonschema_rs`: a judge that is not the library that made it. Then times decoding steps of `--batch` rows with a schema
-and without one, in turns, on the same engine. A form costs what the median step takes longer; on a machine that others
-use, the fastest steps tell more. Timed as well: a row's mask, which is found in a thread beside the forward pass.
-Printed as JSON. Threads wait as they do in `fp8serve serve`.
+`jsonschema_rs`, which is not the library that made it. Then times decoding steps of `--batch` rows with a schema and
+without one, in turns, on the same engine. The cost of the form is the difference of the median steps; on a busy machine
+the fastest steps say more. Also times a row's mask, which is computed in a thread beside the forward pass. Prints JSON.
+Threads wait as they do in `fp8serve serve`.
 """
 
 # ruff: noqa: E402
@@ -89,7 +89,7 @@ def prompt_of(engine: Engine, subject: str) -> tuple[int, ...]:
 
 
 def requests(engine: Engine, count: int, form: bool, **params: Any) -> dict[str, tuple[str, Request]]:
-    """By their id; with the subject."""
+    """(subject, request) by the id of the request."""
     subjects, made = list(SCHEMAS), {}
     for number in range(count):
         subject = subjects[number % len(subjects)]
@@ -100,7 +100,7 @@ def requests(engine: Engine, count: int, form: bool, **params: Any) -> dict[str,
 
 
 def answers(engine: Engine, count: int) -> dict[str, Any]:
-    """How many are valid JSON of their schemas, and how fast they came."""
+    """How many answers are valid JSON of their schemas, and how fast they were."""
     asked, texts, tokens = requests(engine, count, form=True, max_new_tokens=512), dict[str, str](), 0
     began = time.perf_counter()
     for _, request in asked.values():
@@ -127,7 +127,7 @@ def is_valid(text: str, schema: dict[str, Any]) -> bool:
 
 
 def steps(engine: Engine, batch: int, form: bool, most: int) -> list[float]:
-    """Seconds of steps in which each of `batch` rows got a token. Answers with a form end; others take their places."""
+    """Seconds of steps in which each of `batch` rows got a token. Other requests replace answers that end."""
     options = {"max_new_tokens": most} if form else {"max_new_tokens": most, "ignore_eos": True}
     made = iter(requests(engine, 1 << 12 if form else batch, form, **options).values())
     taken = list[float]()

@@ -1,11 +1,11 @@
-"""How well the plan of a fine-tune foresees its memory: the plan beside the peak of a process that trains.
+"""How well the plan of a fine-tune predicts its memory: the plan beside the peak of a process that trains.
 
     python benchmarks/train_memory.py [MODEL] [--tokens 1024] [--recipe delayed] [--master-weights model]
 
-Without MODEL, random models of several shapes: dense, mixtures of experts, latent attention. Each trains two steps in a
-process of its own, whose resident memory before the model is loaded is subtracted from its peak (VmHWM). The peak is
-taken when the second step has ended: what writing the result takes is not part of the plan. Needs /proc, thus Linux.
-Prints JSON, a line for each model.
+Without MODEL, random models of several shapes: dense, mixtures of experts, latent attention. Each trains two steps in
+its own process, whose resident memory before the model is loaded is subtracted from its peak (VmHWM). The peak is read
+after the second step, because writing the result is not part of the plan. Needs /proc, thus Linux. Prints JSON, a line
+for each model.
 """
 
 import argparse

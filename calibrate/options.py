@@ -82,7 +82,7 @@ class CalibrationOptions(SampleOptions):
         Ge(0),
         Le(1),
         About(
-            "Even out channels of inputs where that helps; 1: wholly at the weights' expense.",
+            "Move large channels of inputs into the weights where that helps; 1: as far as possible.",
             unset="off",
             metavar="ALPHA",
         ),
@@ -110,7 +110,7 @@ class CalibrationOptions(SampleOptions):
         InputScales, About("Which range of inputs a stored scale represents: all that was seen, or less (delayed).")
     ] = "history"
     percentile: Annotated[
-        float | None, Gt(0), Le(100), About("Percent of the elements of an input in its range.", unset="99.99")
+        float | None, Gt(0), Le(100), About("Percentage of an input's elements within its range.", unset="99.99")
     ] = None
     generated_samples: Annotated[
         int, Ge(0), Le(64), About("Held-out prompts that both models continue, for the report.")

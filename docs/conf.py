@@ -8,6 +8,7 @@ import re
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 from sphinx.application import Sphinx
 
@@ -59,6 +60,22 @@ def _links_out(app: Sphinx, page: str, source: list[str]) -> None:
     source[0] = _LINK_OUT.sub(instead, source[0])
 
 
+_CELL = re.compile(r"<td>.*?</td>", re.S)
+_LONG_WORD = re.compile(r"[^\s<>]{20,}(?=[^<>]*<)")
+_BREAK = re.compile(r"(?<=::)|(?<=[/_])|(?<=[a-z0-9])(?=[A-Z])")
+
+
+def _breakable(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: object) -> None:
+    """Long words in tables, such as names of tests, may break between their parts, so that tables stay narrow."""
+    if "body" in context:
+        context["body"] = _CELL.sub(lambda cell: _LONG_WORD.sub(_broken, cell[0]), context["body"])
+
+
+def _broken(word: re.Match[str]) -> str:
+    return _BREAK.sub("<wbr>", word[0])
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("source-read", _links_out)
+    app.connect("html-page-context", _breakable)

@@ -32,8 +32,8 @@ CONCEPTS: dict[type, str] = {
     "`learning_rate`.",
     CalibrationOptions: "Keyword arguments of `calibrate`.",
     EvaluationOptions: "Keyword arguments of `evaluate`.",
-    ServerLimits: "What a server holds its requests to: `fp8serve serve --limit NAME=VALUE` sets one, `GET /info` "
-    "shows all as `limits`. Bytes and seconds.",
+    ServerLimits: "Limits that a server sets for requests: `fp8serve serve --limit NAME=VALUE` sets one, `GET /info` "
+    "shows all as `limits`. Sizes are in bytes, times in seconds.",
 }
 
 

@@ -91,7 +91,7 @@ def _answers(document: JsonObject, method: str, path: str, operation: JsonObject
 
 def _scope(method: str, path: str) -> str:
     if path in OPEN_PATHS:
-        return "none, nor a key"
+        return "none; no key is needed"
     route = f"{method} {path}"
     opening = [scope for scope, routes in OPENED_BY.items() if route in {r.replace(":path", "") for r in routes}]
     return f"`{opening[0]}`" if opening else "any key"

@@ -161,6 +161,13 @@ def test_links_lead_to_a_file_and_a_heading(page: Path) -> None:
             assert anchor in anchors(target), f"{path}#{anchor}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_nothing_gets_lost_on_the_site(page: Path) -> None:
+    """The site copies no picture of raw HTML, and takes a line that begins with % for a comment."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    assert not re.findall(r"<img\b|^\s*%.*", prose, flags=re.M)
+
+
 def test_every_page_is_in_the_navigation() -> None:
     listed = re.findall(r"^([a-z][\w/-]*)$", (DOCS / "index.md").read_text(), flags=re.M)
     pages = {str(page.relative_to(DOCS).with_suffix("")) for page in PAGES} - {"index"}

@@ -114,7 +114,7 @@ Work work_of(const Batch& b, const Task& task) {
 
 // --- parts
 
-// Those that any row sees, counted from the first of them.
+// The parts that any row sees, counted from the first of these.
 int64_t first_part(const Work& w) { return w.from(0) / kPart; }
 int64_t parts_of(const Work& w) { return (w.context + kPart - 1) / kPart - first_part(w); }
 int64_t begin_of(const Work& w, int64_t part) { return (first_part(w) + part) * kPart; }
@@ -123,7 +123,7 @@ Keys keys_of(const Work& w, int64_t part) {
   return {std::max(begin, from), std::min(w.context, begin + kPart)};
 }
 
-// One part onto those before it, for rows [first, last).
+// Joins one part to those before it, for rows [first, last).
 struct Join {
   static FP8_INLINE void run(const State* total, const State* part, int64_t first, int64_t last) {
     for (int64_t r = first; r < last; ++r) {
@@ -139,7 +139,7 @@ struct Join {
   }
 };
 
-// A sink onto the parts before it.
+// Joins a sink to the parts before it.
 struct JoinSink {
   static FP8_INLINE void run(const State* total, const float* sinks, int64_t group) {
     for (int64_t r = 0; r < total->rows; ++r) {

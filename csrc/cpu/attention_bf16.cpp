@@ -195,7 +195,7 @@ void unpack(const Work& w, Tile tile, const int64_t* at, const Space& s, Ahead& 
 
 // --- one tile onto every row
 
-// Of the tile's keys a row sees [first, last).
+// A row sees the keys [first, last) of the tile.
 struct Seen {
   int64_t first, last;
   bool operator==(const Seen&) const = default;
@@ -390,6 +390,6 @@ Path bf16() { return {kPiece, attend, finish}; }
 
 #else
 namespace fp8serve::attention {
-Path bf16() { return general(ScalarType::BFloat16, ScalarType::BFloat16); }  // never asked for
+Path bf16() { return general(ScalarType::BFloat16, ScalarType::BFloat16); }  // never called
 }  // namespace fp8serve::attention
 #endif

@@ -35,13 +35,13 @@ FP8_INLINE float dot(const float* a, const float* b, int64_t width) {
   return lane_sum(lanes);
 }
 
-// Of a tile's 16 keys a query sees [first, last). `softcap`: 0 for none.
+// A query sees the keys [first, last) of a tile's 16. `softcap`: 0 for none.
 struct Seen {
   int first, last;
   float softcap;
 };
 
-// Caps the scores that are seen; their maximum, or `top` where that is higher.
+// Caps the scores that are seen; returns their maximum, or `top` if that is larger.
 FP8_INLINE float cap(float* scores, Seen seen, float top) {
   for (int j = 0; j < kTile; ++j) {
     const float capped = seen.softcap * tanh_of(scores[j] / seen.softcap);
@@ -51,7 +51,7 @@ FP8_INLINE float cap(float* scores, Seen seen, float top) {
   return top;
 }
 
-// out = out * correction + weight * v over the keys [first, last): 0 * NaN of an unseen key is not 0.
+// out = out * correction + weight * v over the keys [first, last) only: 0 * NaN of an unseen key is not 0.
 FP8_INLINE void mix(float* out, float correction, const float* weight, const float* v, int64_t width,
                     int first, int last) {
   for (int64_t d = 0; d < width; d += 16) {

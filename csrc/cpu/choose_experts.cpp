@@ -18,7 +18,7 @@
 namespace fp8serve {
 namespace {
 
-constexpr int64_t kElements = 16;  // a logit takes as long as so many elements of another op
+constexpr int64_t kElements = 16;  // a logit takes as long as this many elements of another op
 constexpr auto kFloats = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half};
 
 enum Scores : int64_t { kSoftmax, kSigmoid, kSoftmaxOfChosen };
@@ -30,7 +30,7 @@ struct Routing {
   const float* correction;  // of each expert, or none
 };
 
-// x becomes e^(x - its largest); the sum of that by 16 running sums.
+// x becomes e^(x - its largest); returns the sum, taken as 16 running sums.
 struct Exponentials {
   static FP8_INLINE void run(float* x, int64_t n, float* sum) {
     float highest = -kTooLarge;
@@ -54,7 +54,7 @@ struct Sigmoids {
 
 bool is_above(float a, float b) { return a > b || (std::isnan(a) && !std::isnan(b)); }
 
-// The places of the `count` largest of x [n], falling; of equal ones the first.
+// The places of the `count` largest of x [n], the largest first; among equal ones the first.
 void largest(const float* x, int64_t n, int64_t count, int64_t* places) {
   for (int64_t i = 0, found = 0; i < n; ++i) {
     if (found == count && !is_above(x[i], x[places[count - 1]])) continue;
@@ -64,7 +64,7 @@ void largest(const float* x, int64_t n, int64_t count, int64_t* places) {
   }
 }
 
-// -inf where an expert is not in one of the best groups.
+// Puts -inf for every expert that is not in one of the best groups.
 void leave_best_groups(const Routing& routing, float* by) {
   const int64_t size = routing.experts / routing.groups, best = routing.scores == kSigmoid ? 2 : 1;
   std::vector<float> values(static_cast<size_t>(routing.groups));
@@ -82,7 +82,7 @@ void leave_best_groups(const Routing& routing, float* by) {
   }
 }
 
-// Of one token: logits [E], which are overwritten -> its experts, and in `weights` [count] what they weigh.
+// One token: logits [E], which are overwritten -> its experts, and their weights in `weights` [count].
 void choose(const Routing& routing, float* logits, float* by, int64_t* chosen, float* weights) {
   const int64_t n = routing.experts, count = routing.count;
   if (routing.scores == kSigmoid) dispatch<Sigmoids>(logits, n);
@@ -102,7 +102,7 @@ void choose(const Routing& routing, float* logits, float* by, int64_t* chosen, f
   for (int64_t j = 0; j < count; ++j) weights[j] *= routing.scale;
 }
 
-// As above, of logits and into weights of any type.
+// As above, for logits and weights of any type.
 template <class In, class Out>
 void choose_row(const Routing& routing, const In* logits, int64_t* chosen, Out* weights) {
   std::vector<float> scratch(static_cast<size_t>(2 * routing.experts + routing.count));

@@ -3,7 +3,7 @@
 //
 // The cap is a test hook: it holds for the whole process, "best" lifts it, "" only asks. It is a level, which
 // is a name for a set of features, or several levels and features joined by "+". The level in force is the
-// highest one whose features are all in force. Having no tensor argument both ops are registered for no
+// highest one whose features are all in force. Neither op takes a tensor, so they are registered for no
 // device.
 #include "cpu/features.h"
 

@@ -5,9 +5,9 @@
 // level: a processor with more features than a table names runs the table's best variant.
 //
 // Two ways to write a variant:
-//  * a struct whose always-inline `run` is plain C++: `dispatch<Kernel>(args...)` compiles it once for each
-//  of
-//    kVector inside a function with that `target` attribute, and the compiler vectorises it (quantize.cpp);
+//  * a struct whose always-inline `run` is plain C++: `dispatch<Kernel>(args...)` compiles it once for
+//    each of kVector in a function with that `target` attribute, and the compiler vectorises it
+//    (quantize.cpp);
 //  * intrinsics in functions marked with the macros below (gemm_*.cpp).
 // There are no architecture flags anywhere: nothing outside these functions may use more than the baseline.
 #pragma once

@@ -194,9 +194,9 @@ FP8_INLINE void fetch(const void* const* columns, int first, int64_t bytes) {
   }
 }
 
-// C vectors of four columns onto R rows. The columns that come after, `next_first` of `next`, are fetched
-// meanwhile: the hardware's own fetching ahead begins anew with every 8 columns and at every page. A few rows
-// wait for memory, and fetching goes first; more wait for these loads.
+// Adds C vectors of four columns to R rows. The next columns, `next_first` of `next`, are prefetched
+// meanwhile, because the hardware's own prefetching starts again with every 8 columns and at every page. A
+// few rows wait for memory, so prefetching comes first; more rows wait for these loads.
 template <int R, int C, class Source>
 struct ColumnsAdd {
   static constexpr int64_t kStep = Source::kStep;

@@ -15,7 +15,7 @@ class Columns {
  public:
   Columns(const Problem& problem, const Level& level);
 
-  // With at most so many rows the columns are streamed, else unpacked to a panel.
+  // With at most this many rows the columns are streamed, otherwise unpacked to a panel.
   int64_t stream_rows() const { return reads_packed_ ? level_.packed_rows : level_.stream_rows; }
 
   // Multiplies them in place; those of `next` are prefetched meanwhile.
@@ -28,7 +28,7 @@ class Columns {
   // Their values from k = begin to end, multiples of kChunk or the block's end, to their place in its panel.
   void unpack(Place at, int64_t begin, int64_t end, std::byte* panel) const;
 
-  // What unpack() will read, into the second-level cache.
+  // Prefetches what unpack() will read into the second-level cache.
   void fetch(Place at, int64_t begin, int64_t end) const;
 
  private:

@@ -34,7 +34,7 @@ Experts experts_of(const Contract& check, const Tensor& offsets, Size count, int
   return found;
 }
 
-// A scale_inv of all experts, of which `of` makes each expert's.
+// The scale_inv of all experts; `of` gives that of one expert.
 struct Scales {
   Tensor held;
   int64_t per_expert = 0, per_row = 0;  // elements from one expert, and from one row, to the next
@@ -87,7 +87,7 @@ void run_each(const std::vector<Problem>& problems) {
   for (const Problem& p : problems) is_far(p) ? run_far(p) : run(p);
 }
 
-// N, having checked the weights.
+// Checks the weights and returns N.
 Size columns(const Contract& check, const Tensor& b, Size count, Size k, bool packed) {
   if (!packed) {
     const Size n{"N", b.size(1)};

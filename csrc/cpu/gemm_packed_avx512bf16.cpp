@@ -59,7 +59,7 @@ FP8_TARGET FP8_INLINE __m512bh broadcast(const uint16_t* a) {
   return reinterpret_cast<__m512bh>(_mm512_set1_epi64(four));
 }
 
-// One run onto R rows: H halves of it from half `first` on. Data about 16 KiB ahead is prefetched
+// Adds one run to R rows: H halves of it from half `first` on. Data about 16 KiB ahead is prefetched
 // meanwhile, into the second-level cache, because the first is full of `a`.
 template <int R, int H, class Source>
 struct RunAdd {

@@ -1,5 +1,5 @@
-// First the rows of `a`, as many as fit kPanel, are unpacked into a panel. Then work is cut into tasks of
-// rows x columns, whose rows of the panel's block of K stay in the second-level cache; a task goes
+// Runs a GEMM. First the rows of `a`, as many as fit kPanel, are unpacked into a panel. Then work is cut into
+// tasks of rows x columns, whose rows of the panel's block of K stay in the second-level cache; a task goes
 //  1. through its columns, 16 at a time, which become a panel in the first-level cache, and runs the tiles of
 //     its rows over it. Each tile also unpacks a share of the next 16, so that the products go on while
 //     unpacking waits for memory. A few rows (decoding) need no such panel: the weights are converted in
@@ -282,7 +282,7 @@ int64_t columns_per_task(const Problem& p, int64_t row_tasks, int64_t columns) {
   return columns;
 }
 
-// Cuts the pieces into tasks; how many there are.
+// Cuts the pieces into tasks; returns their number.
 int64_t cut(std::vector<Piece>& all) {
   int64_t row_tasks = 0, tasks = 0;
   for (Piece& piece : all) {

@@ -32,8 +32,9 @@ FP8_TARGET FP8_INLINE void promote_all(Vector (&total)[R * C], Vector (&sums)[R 
 }
 
 // The sums over the tile's K of R rows from `row` on and C vectors of columns from `first` on, with block
-// scales or without; add(sums, k, left) adds Add::kStep of K, or the `left` that there are. One loop, not one
-// in another, for both: at few rows beginning an inner loop anew costs as much as promoting its sums.
+// scales or without; add(sums, k, left) adds Add::kStep of K, or the `left` that there are. One loop serves
+// both, instead of two nested ones: with few rows, starting an inner loop costs as much as promoting its
+// sums.
 template <int R, int C, bool scaled, class Add>
 FP8_TARGET FP8_INLINE void sum_over_k(Vector (&total)[R * C], const Tile& t, int row, int first,
                                       const Add& add) {

@@ -11,7 +11,7 @@
 
 constexpr int kStepA = 8 / kSteps, kStepB = 32 / kSteps;  // elements of a step: of a row, of four columns
 
-// One run onto R rows of 16 columns.
+// Adds one run to R rows of 16 columns.
 template <int R>
 FP8_TARGET FP8_INLINE void run_of(Vector (&sums)[R * 4], const Element* a, int64_t a_stride,
                                   const Element* b) {

@@ -76,7 +76,7 @@ struct AddWeighted {
   }
 };
 
-// Of each token its rows, rising, and the weight of each.
+// Each token's rows, in rising order, and the weight of each.
 struct Terms {
   std::vector<int64_t> rows;
   std::vector<float> weights;

@@ -38,7 +38,6 @@ struct alignas(sizeof(C) == 1 ? 8 : 16) Eight {
 };
 
 // --- shared memory
-// ------------------------------------------------------------------------------------------------
 
 template <int kWide>  // head_dim in units of 128: 1, 2 or 4
 struct Shared {
@@ -85,7 +84,6 @@ __device__ __forceinline__ void gather(const Work& w, const void* cache, const R
 }
 
 // --- one tile of keys
-// -----------------------------------------------------------------------------------------------
 
 // weight[r][key] = q[r] . k[key], minus infinity where the row may not look.
 template <int kWide>
@@ -151,8 +149,8 @@ __device__ __forceinline__ void soften(Shared<kWide>& shared) {
 template <int kWide>
 using Sums = float[kWide][kHalf];
 
-// sums = sums * correction + weight x v. A weight of 0 adds nothing, not even 0 * NaN of a key behind the
-// row.
+// sums = sums * correction + weight x v. A weight of 0 adds nothing, not even 0 * NaN of a key that
+// the row does not see.
 template <int kWide>
 __device__ __forceinline__ void gather_values(Sums<kWide>& sums, const Shared<kWide>& shared) {
   const int column = static_cast<int>(threadIdx.x) % kColumns,
@@ -175,7 +173,6 @@ __device__ __forceinline__ void gather_values(Sums<kWide>& sums, const Shared<kW
 }
 
 // --- segments
-// -------------------------------------------------------------------------------------------------------
 
 // How two parts of a softmax become one.
 struct Merge {
@@ -200,8 +197,8 @@ __device__ __forceinline__ Sunk with_sink(const Work& w, int64_t head, float max
   return {merged(m, sum, 1.0f), m.old_weight};
 }
 
-// Keys [begin, end) for 16 rows, but for the tiles that none sees: into shared maximum and sum, and the
-// thread's sums.
+// Adds keys [begin, end) to the shared maximum and sum of 16 rows and to the thread's sums. Tiles that no row
+// sees are left out.
 template <class C, int kWide>
 __device__ __forceinline__ void walk_segment(const Work& w, const Rows& rows, Shared<kWide>& shared,
                                              Sums<kWide>& sums, int begin, int end) {
@@ -234,7 +231,8 @@ __device__ __forceinline__ void load_queries(const Work& w, const Rows& rows, Sh
   }
 }
 
-// f(row of the tile, row of the thread, dimension, unit of 128) for the thread's sums that are real.
+// Calls f(row of the tile, row of the thread, dimension, unit of 128) for those of the thread's sums that
+// belong to a row.
 template <int kWide, class F>
 __device__ __forceinline__ void for_sums(const Work& w, const Rows& rows, const F& f) {
   const int column = static_cast<int>(threadIdx.x) % kColumns,
@@ -319,7 +317,6 @@ __global__ void __launch_bounds__(kColumns) merge_segments(const __grid_constant
 }
 
 // --- op
-// -----------------------------------------------------------------------------------------------------------
 
 template <class F>
 void with_cache(ScalarType dtype, const F& f) {

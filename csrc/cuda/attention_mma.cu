@@ -33,7 +33,7 @@ namespace {
 constexpr int kKeys = 32, kSegment = 256;
 constexpr int kWarpRows = 16;
 constexpr int kMergeThreads = 128;
-constexpr int64_t kMostParts = int64_t{128} << 20;  // bytes of segments' parts, else one block does them all
+constexpr int64_t kMostParts = int64_t{128} << 20;  // of parts; with more bytes, one block does all
 constexpr float kLog2E = 1.44269504088896341f;
 
 // A tile of [kKeys][kDim] BF16 in 16-byte chunks. Eight rows at the same chunk lie in different banks.
@@ -42,7 +42,7 @@ struct Tile {
   uint4 chunk[kKeys][kDim / 8];
   __device__ __forceinline__ uint4* at(int key, int c) { return &chunk[key][c ^ (key & 7)]; }
 };
-// From a row's chunk c < 2 to its chunk 2d + c: tiles begin at multiples of a row, so that is one xor.
+// From a row's chunk c < 2 to its chunk 2d + c, with one xor, because tiles begin at multiples of a row.
 __device__ __forceinline__ Place further(Place first, int d) { return first ^ static_cast<Place>(d * 32); }
 
 // Two stages: one is multiplied while the other is copied. FP8 is copied beside the tile that it becomes.
@@ -53,7 +53,6 @@ struct Shared {
 };
 
 // --- keys and values into shared memory
-// -------------------------------------------------------------------------------------------
 
 struct Paged {
   const char *k, *v;
@@ -136,7 +135,6 @@ __device__ __forceinline__ void widen_stage(Shared<kDim, true>& shared, int slot
 }
 
 // --- one tile of keys onto a warp's rows
-// ------------------------------------------------------------------------------------
 
 // Lane 4g + t has columns 2t, 2t + 1 of every eight, of rows g (elements 0, 1) and g + 8 (2, 3).
 template <int kDim>
@@ -234,8 +232,8 @@ __device__ __forceinline__ float quad_sum(float value) {
   return value + __shfl_xor_sync(kAllLanes, value, 2);
 }
 
-// Scores to weights, packed as the left operand of the next product; sums of the weights as they were
-// rounded.
+// Scores to weights, packed as the left operand of the next product; and the sums of the rounded
+// weights.
 template <int kDim>
 __device__ __forceinline__ void soften(Softmax<kDim>& row, const Scores& scores,
                                        uint32_t (&weights)[kKeys / 8][2]) {
@@ -247,7 +245,7 @@ __device__ __forceinline__ void soften(Softmax<kDim>& row, const Scores& scores,
     top = quad_max(top);
     const float base = base_of(top), correction = exp2_of(row.maximum[i] - base);
     row.maximum[i] = top;
-    row.sum[i] = __fmul_rn(row.sum[i], correction);  // a rounding of its own, and not fused with a sum
+    row.sum[i] = __fmul_rn(row.sum[i], correction);  // rounded by itself, not fused with a sum
 #pragma unroll
     for (int n = 0; n < kKeys / 8; ++n) {
       const uint32_t pair =
@@ -282,7 +280,6 @@ __device__ __forceinline__ void mix(Softmax<kDim>& row, Tile<kDim>& v,
 }
 
 // --- a block
-// -------------------------------------------------------------------------------------------------------
 
 // A warp's 16 of the block's rows.
 struct WarpRows {
@@ -312,7 +309,7 @@ __device__ __forceinline__ void load_queries(const Work& w, const WarpRows& mine
 #pragma unroll
   for (int d = 0; d < kDim / 16; ++d) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {  // rows g, g + 8, then the same eight dimensions on
+    for (int e = 0; e < 4; ++e) {  // rows g, g + 8, then both eight dimensions further
       const int at = 16 * d + e / 2 * 8 + column;
       const int64_t head = mine.head[e % 2];
       const auto* from = static_cast<const BF16*>(w.q) + head * w.dim + at;
@@ -349,7 +346,7 @@ __device__ __forceinline__ void walk(const Work& w, const Rows& rows, const Warp
       score<kDim>(q, shared.k[now], scores);
       if (w.softcap != 0.0f) cap(scores, logits / w.softcap);
       mask(scores, scale, seen);
-      if (at < mine.most - w.window) mask_before(scores, w.window, seen);  // the last row's begins in here
+      if (at < mine.most - w.window) mask_before(scores, w.window, seen);  // the last row's begins here
       soften<kDim>(row, scores, weights);
       mix<kDim>(row, shared.v[now], weights);
     }
@@ -385,7 +382,7 @@ __device__ __forceinline__ Sunk with_sink(const Work& w, int64_t head, float max
   return {merged(m, sum, 1.0f), m.before};
 }
 
-// The first key that any row of the block may see, and those beside it in a tile.
+// The beginning of the tile that holds the first key that any row of the block may see.
 __device__ __forceinline__ int first_tile(const Work& w, const Rows& rows) {
   return first_key(w, rows) / kKeys * kKeys;
 }
@@ -505,7 +502,6 @@ __global__ void __launch_bounds__(kMergeThreads) merge_parts(const __grid_consta
 }
 
 // --- launch
-// --------------------------------------------------------------------------------------------------------
 
 template <class Format, int kDim, bool kFp8, int kWarps>
 void run(Work w, int64_t tokens, const OnDevice& device, const Tensor& allocator) {

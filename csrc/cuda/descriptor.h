@@ -1,5 +1,5 @@
 // Whether the driver encoded a descriptor of the tensor memory accelerator. CUTLASS zeroes it, asks the
-// driver and, built without assertions, goes on where that fails; an encoded one is never all zeros.
+// driver and, if built without assertions, ignores a failure. An encoded one is never all zeros.
 #pragma once
 
 #include <algorithm>

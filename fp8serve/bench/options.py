@@ -135,7 +135,9 @@ class StudyPlan(Checked):
     batch_size: Annotated[int, Ge(1), About("Rows in a step.")] = 4
     seq_len: Annotated[int, Ge(2), About("Longest row, in tokens.")] = 128
     lr: Annotated[float, Gt(0), About("Peak learning rate.")] = 3e-4
-    warmup_steps: Annotated[int | None, Ge(0), About("Steps in which it rises to that.", unset="3 % of all")] = None
+    warmup_steps: Annotated[
+        int | None, Ge(0), About("Steps in which the rate rises to its peak.", unset="3 % of all")
+    ] = None
     final_lr: Annotated[float, Ge(0), Le(1), About("Final rate as a fraction of the peak.")] = 0.1
     seed: Annotated[int, Ge(0), About("Seed of random weights and of the order of rows.")] = 0
     shape: Shape = field(default_factory=Shape)

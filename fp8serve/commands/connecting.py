@@ -18,7 +18,7 @@ OtherServer = Annotated[
 ]
 Served = Annotated[
     str | None,
-    typer.Option("--model", metavar="NAME", help="Of the server's models.", show_default="its first"),
+    typer.Option("--model", metavar="NAME", help="Which of the server's models to use.", show_default="its first"),
 ]
 KeyFile = Annotated[
     Path | None,

@@ -30,7 +30,9 @@ def command(
     model: Model,
     out: Annotated[Path, typer.Option(help="Directory to write, or file for gguf; it must not exist.")],
     format: Annotated[Target | None, typer.Option(help="Format to write a directory in.")] = None,
-    weight_type: Annotated[GgufType | None, typer.Option("--type", help="Type of a GGUF's matrices; BF16.")] = None,
+    weight_type: Annotated[
+        GgufType | None, typer.Option("--type", help="Type of a GGUF's matrices; BF16 unless it is given.")
+    ] = None,
     json: AsJson = False,
 ) -> None:
     from fp8serve.terminal import size

@@ -98,7 +98,9 @@ def activate(
     source: Annotated[str, typer.Argument(help="A fine-tune job that succeeded, or base, as list names them.")],
     model: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Whose weights are changed.", show_default="the job's own, or the default"),
+        typer.Option(
+            metavar="NAME", help="Model whose weights are replaced.", show_default="the job's own, or the default"
+        ),
     ] = None,
     step: Annotated[
         int | None,
@@ -109,7 +111,7 @@ def activate(
         typer.Option(
             metavar="RATIO",
             min=1,
-            help="Largest perplexity, times that of what serves.",
+            help="Largest perplexity, as a multiple of that of the present weights.",
             show_default="the server's: 2",
         ),
     ] = None,

@@ -1,7 +1,7 @@
 """Loads the draft model of another model (draft_model.py): checks its vocabulary, and computes the cost of a pass.
 
-It is served as its directory says: with stored scales if it has some, otherwise in BF16, with the head that the options
-ask for.
+Its directory decides how it is served: with its stored scales if it has some, otherwise in BF16. The options decide the
+type of its head.
 """
 
 import logging

@@ -1,8 +1,8 @@
 """Guesses the next tokens with a second, smaller model: a draft, checked like those of drafting.py.
 
 The scheduler gives a sequence room for a draft; then this module lets the small model write it, for all sequences of
-the step together, one token a pass. It draws with the sequence's own parameters and random numbers (sampler.py), so
-that with a temperature, too, it guesses what the model itself would draw. The guesses change no bit of an answer.
+the step together, one token a pass. It draws with the sequence's own parameters and random numbers (sampler.py), so it
+guesses what the model itself would draw with a temperature, too. The guesses change no bit of an answer.
 
 Its keys and values. Its cache has as many blocks as the model's, and a block number means the same tokens in both, so
 they are freed, shared, lost and rolled back together (kv_cache.py). It computes only what a guess needs: the prompt,
@@ -39,7 +39,7 @@ from fp8serve.engine.sequence import Sequence
 log = logging.getLogger("fp8serve.engine")
 ROW = 0.08  # the measured cost of another row, in steps for one sequence (docs/performance-log.md)
 START, MOST = 8.0, 64.0  # steps on the engine's balance at first, and at most
-RIGHT, TRIED = 1.4, 2.0  # a new sequence starts with so many right guesses, out of so many
+RIGHT, TRIED = 1.4, 2.0  # the right guesses, and all guesses, that a new sequence starts with
 MEMORY = 0.9  # the factor by which a guess counts less with each later one
 LEAST_WORTH = 0.5  # steps that each token still to come must save before the draft model reads the unread ones
 
@@ -76,15 +76,15 @@ class DraftModel:
         self._failed = False
 
     def drafter(self, seq: Sequence) -> "ModelDrafter":
-        """Of a new sequence."""
+        """The drafter of a new sequence."""
         return ModelDrafter(self, seq)
 
     def price(self, rows: int) -> float:
-        """Of a guessed token in a step of `rows`, in steps of one sequence."""
+        """The price of a guessed token in a step of `rows`, in steps of one sequence."""
         return self._parts.cost + price(rows)
 
     def knows(self, token_ids: Items[int]) -> bool:
-        """Whether it has all these tokens: the end of a padded vocabulary may be missing."""
+        """Whether its vocabulary has all these tokens: the end of a padded vocabulary may be missing."""
         size = self._parts.runner.model.config.vocab_size
         return size >= self._vocab_size or max(token_ids, default=0) < size
 
@@ -108,7 +108,7 @@ class DraftModel:
     def _drafts(self, asked: list[Work]) -> dict[Sequence, tuple[int, ...]]:
         try:
             return self._write(asked)
-        except (RuntimeError, MemoryError) as problem:  # of the device: the model itself may do better
+        except (RuntimeError, MemoryError) as problem:  # an error of the device: the model itself may still run
             if not self._failed:
                 log.warning("The draft model %s failed, and drafts nothing meanwhile: %s", self._parts.name, problem)
             self._failed = True
@@ -160,7 +160,7 @@ class DraftModel:
         return [(seq, found.token_id) for (seq, _), found in pairs if found.token_id is not None]
 
     def _fitted(self, logits: Tensor) -> Tensor:
-        """As wide as the model's: padded vocabularies of one family differ in their ends."""
+        """The logits, padded to the width of the model's: padded vocabularies of one family differ at their ends."""
         more = self._vocab_size - logits.shape[-1]
         return logits if more == 0 else pad(logits, (0, more), value=-torch.inf).contiguous()
 
@@ -186,7 +186,7 @@ class ModelDrafter:
         return [0] * length
 
     def learn(self, drafted: int, accepted: int) -> None:
-        """Of the tokens drafted last the first `accepted` were right."""
+        """The first `accepted` of the tokens drafted last were right."""
         self._balance.add(accepted - drafted * self._price)
         self._right = MEMORY * self._right + accepted
         self._tried = MEMORY * self._tried + min(accepted + 1, drafted)
@@ -201,12 +201,12 @@ class ModelDrafter:
 
 
 def step_price(rows: int) -> float:
-    """The cost of a step of so many rows, in steps of one row."""
+    """The cost of a step of `rows` rows, in steps of one row."""
     return 1 + max(0, rows - 1) * ROW
 
 
 def _next(seq: Sequence, draft: list[int]) -> Work:
-    """The last token of its draft."""
+    """The work that feeds the last token of its draft."""
     ahead = replace(seq, token_ids=[*seq.token_ids, *draft], adapter=None)
     return Work(ahead, len(ahead.token_ids) - 1, 1)
 

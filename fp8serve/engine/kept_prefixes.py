@@ -1,15 +1,15 @@
 """The prefix cache across restarts: the blocks used last, kept in a file of `cache_dir` (prefix_file.py).
 
-They are written when the engine ends cleanly, and while it runs at most every `cache_dir_seconds`, after a step. The
-requests wait only while the blocks are copied (some tenths of a second for a gigabyte); a thread
-writes the copy. An engine of the same model and options finds them when it starts and serves hits as its predecessor
-would have; tenants stay separate, because hashes begin with the tenant.
+They are written when the engine ends cleanly, and, while it runs, after a step, at most every `cache_dir_seconds`.
+Requests wait only while the blocks are copied (some tenths of a second for a gigabyte); a thread writes the copy. An
+engine with the same model and options finds them when it starts, and its requests hit them as they would have hit its
+predecessor's. Tenants stay separate, because hashes begin with the tenant.
 
 Keys and values depend on weights, scales, recipe, cache type and kernels: all of these are in the fingerprint. Weights
 are identified by the names, sizes and times of their files and a sample of their contents, so that a start does not
-wait until gigabytes are read; a copy of the model that has other times begins with an empty cache. A file that does not
+read gigabytes first; a copy of the model whose files have other times begins with an empty cache. A file that does not
 match is ignored with one line in the log, and overwritten later. Scales that follow the traffic (`roll_history`) have
-no fingerprint: EngineOptions refuses the two together.
+no fingerprint: EngineOptions refuses them together with `cache_dir`.
 """
 
 import json
@@ -49,7 +49,7 @@ class KeptPrefixes:
         self._thread: Thread | None = None
 
     def restore(self, pool: BlockPool, runner: Runner) -> None:
-        """Publishes the blocks of the file, as many as fit; a file that cannot be used is treated like none."""
+        """Publishes the blocks of the file, as many as fit; a file that cannot be used is ignored."""
         remove_left_overs(self._path.parent)
         if not present(self._path):
             return
@@ -64,7 +64,7 @@ class KeptPrefixes:
         log.info("The prefix cache starts with %d blocks of %s.", len(blocks), self._path)
 
     def save_if_due(self, pool: BlockPool, runner: Runner) -> None:
-        """Begins to write when it is due and something has changed."""
+        """Starts to write if enough time has passed and something has changed."""
         writing = self._thread is not None and self._thread.is_alive()
         if time.monotonic() - self._last < self._seconds or writing:
             return
@@ -84,7 +84,7 @@ class KeptPrefixes:
             return
         try:
             found = Prefixes(hashes, runner.copies([block for _, block in chosen]))
-        except (RuntimeError, MemoryError) as problem:  # torch's own when memory is short; the cache itself is sound
+        except (RuntimeError, MemoryError) as problem:  # memory is short; the cache itself is sound
             log.warning("The prefix cache is not kept this time, for want of memory: %s.", one_line(problem))
             return
         self._thread = Thread(target=self._write, args=(found,), daemon=True)
@@ -124,7 +124,7 @@ def kept_prefixes(
         ) from None
     chosen = {name: getattr(options, name) for name in ("recipe", "kv_cache_dtype", "block_size")}
     chosen["scales"] = None if options.scales is None else str(Path(options.scales).resolve())
-    # only where the angles of keys depend on it: it may depend on free memory, and differ at every start
+    # only if the angles of keys depend on it: the length may depend on free memory, and differ at every start
     is_long = any(isinstance(rope.scaling, LongRope) for rope in config.layer_ropes if rope)
     chosen["length"] = sizes.max_model_len if is_long else None
     said = _digest({"model": str(model_dir.resolve()), **chosen})

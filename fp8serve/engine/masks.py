@@ -1,8 +1,8 @@
-"""Which tokens may come next in answers of a given form, found while the model computes the step.
+"""Finds the tokens that may come next in answers of a given form, while the model computes the step.
 
 A mask depends only on what was generated before the step, so its computation starts with the step, and it is read when
-the logits are there. It is made in one thread beside the forward pass, row by row: on a CPU that thread takes its time
-from the model's, and the library's own pool of threads takes more of it for the same masks.
+the logits are ready. One thread makes it beside the forward pass, row by row. On a CPU that thread takes time from the
+model; the library's own pool of threads would take more of it for the same masks.
 
 A mask is the library's bit for each token, which an op reads as it is (fp8/ops/allowed.py).
 """

@@ -47,9 +47,7 @@ class EngineOptions:
     max_model_len: Annotated[
         int | None,
         Ge(2),
-        About(
-            "Tokens of prompt and answer; where a model has LongRoPE, its frequencies for them.", unset="the model's"
-        ),
+        About("Most tokens of prompt and answer together; LongRoPE's frequencies depend on it.", unset="the model's"),
     ] = None
     block_size: Annotated[int, Ge(1), About("Tokens in a block of the cache.")] = 16
     kv_cache_bytes: Annotated[
@@ -90,7 +88,8 @@ class EngineOptions:
         float | None, Gt(0), Le(1), About("Share of a GPU's memory that may be used.", unset="0.9")
     ] = None
     cuda_graphs: Annotated[
-        bool | None, About("Replay decoding steps.", unset="on a GPU", flag="--cuda-graphs/--no-cuda-graphs")
+        bool | None,
+        About("Replay decoding steps as CUDA graphs.", unset="on a GPU", flag="--cuda-graphs/--no-cuda-graphs"),
     ] = None
     cache_dir: Annotated[
         str | None,
@@ -103,7 +102,7 @@ class EngineOptions:
     ] = None
     drift_window: Annotated[int, Ge(1), About("Computed tokens between two looks at the range of inputs.")] = 8192
     drift_alarm: Annotated[
-        float, Gt(0), About("Times what calibration saw at most, beyond which a layer's inputs are reported.")
+        float, Gt(0), About("Report a layer whose inputs exceed this many times the calibrated maximum.")
     ] = 2.0
     roll_history: Annotated[bool, About("Let scales of inputs follow the traffic, by delayed scaling.")] = False
 

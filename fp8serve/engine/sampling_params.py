@@ -76,17 +76,17 @@ class SamplingParams:
         Len(0, MAX_STOP_TOKEN_IDS),
         About("End after this token.", unset="none"),
     ] = ()
-    ignore_eos: Annotated[bool, About("Go on after the end-of-text token.")] = False
+    ignore_eos: Annotated[bool, About("Continue after the end-of-text token.")] = False
     min_tokens: Annotated[
         int,
         Ge(0),
         Le(INT32),
-        About("Until then neither end-of-text, stop tokens nor stop strings end the text."),
+        About("Shortest answer, in tokens; end-of-text, stop tokens and stop strings are ignored before."),
     ] = 0
     logit_bias: Annotated[
         tuple[tuple[TokenId, Bias], ...],
         Len(0, MAX_BIASED),
-        About("Added to the logits of these tokens, by token id; -100 as good as forbids one.", "nothing", flag=""),
+        About("Added to the logits of these tokens, by token id; -100 practically forbids one.", "nothing", flag=""),
     ] = ()
     bad_words: Annotated[
         tuple[StopString, ...],
@@ -96,9 +96,9 @@ class SamplingParams:
     skip_special_tokens: Annotated[
         bool, About("Leave special tokens out of the text.", flag="--skip-special-tokens/--keep-special-tokens")
     ] = True
-    include_stop_str_in_output: Annotated[
-        bool, About("The text ends with the stop string or stop token that ended it, not before.")
-    ] = False
+    include_stop_str_in_output: Annotated[bool, About("Keep the stop string or stop token at the end of the text.")] = (
+        False
+    )
     logprobs: Annotated[
         int | None,
         Ge(0),

@@ -33,7 +33,7 @@ class TextThreads:
             everyone = Barrier(self._count)
             for started in [self._pool.submit(_compute_alone, everyone) for _ in range(self._count)]:
                 started.result()
-            torch.set_num_threads(self._count)  # of this thread, and of those that start later
+            torch.set_num_threads(self._count)  # for this thread, and for those that start later
 
     def run(self, lengths: Sequence[int], compute: Compute) -> Tensor:
         """The rows of texts of these lengths, in their order [texts, ...]."""
@@ -62,7 +62,7 @@ def _inferring(compute: Compute) -> Callable[[Sequence[int]], Tensor]:
 
 
 def _compute_alone(everyone: Barrier) -> None:
-    """Sets one thread for torch in this thread: torch keeps the number for each thread, once it was asked for."""
+    """Sets one thread for torch in this thread: torch keeps the number for each thread once it has been read there."""
     torch.set_num_threads(1)
     torch.get_num_threads()
     everyone.wait()

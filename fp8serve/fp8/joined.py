@@ -199,7 +199,7 @@ def can_join(layers: Sequence[nn.Module | None]) -> TypeGuard[Sequence[FrozenLin
 
 
 def are_whole_blocks(parts: Sequence[FrozenLinear]) -> bool:
-    """Whether their scales are those of blocks of the joined weight, if they are of blocks at all."""
+    """Whether their block scales, if they have such, are also the block scales of the joined weight."""
     return not (_is_blocked(parts[0]) and any(part.out_features % BLOCK for part in parts[:-1]))
 
 
@@ -208,7 +208,7 @@ def _is_hooked(layer: nn.Module) -> bool:
 
 
 def _casts_alike(part: FrozenLinear, first: FrozenLinear) -> bool:
-    """Also whether it gives an output of the same type and has a bias where the other has one."""
+    """Whether it casts as `first` does, gives outputs of the same type, and has a bias if `first` has one."""
     how, same = ((layer.input_spec, layer.out_dtype, layer.in_features, layer.bias is None) for layer in (part, first))
     return how == same and _equal(part.input_scale, first.input_scale)
 
@@ -229,7 +229,7 @@ def _as_rows(part: FrozenLinear) -> Tensor:
 
 
 def _pack_alike(parts: Sequence[FrozenLinear]) -> None:
-    """Where some are packed already, pack those that were added later, too."""
+    """If some are already packed, pack the others, which were added later."""
     if any(part.is_packed for part in parts):
         for part in parts:
             if not part.is_packed:

@@ -1,8 +1,9 @@
 """Dictionaries and tensors of a module that note when something in them is replaced.
 
 torch keeps a module's tensors, children and hooks in dictionaries. Code that has joined tensors of many modules must
-know before every call whether they are still in place. Checking takes longer the more modules there are, because at
-decoding their objects have left the processor's caches. What notes every change needs a check only after a change.
+know before every call whether they are still in place. Checking takes longer the more modules there are, because their
+objects are no longer in the processor's caches when a step of decoding begins. What notes every change needs a check
+only after a change.
 """
 
 from collections import OrderedDict

@@ -1,6 +1,6 @@
 """Stacked: frozen layers of many experts as one [E, N, K], for products of all experts at once (ops/grouped.py).
 
-Each expert's layers are joined first (joined.py), its gate and up for instance; then the experts' weights are stacked
+Each expert's layers, for instance its gate and up, are joined first (joined.py); then the experts' weights are stacked
 and the layers' tensors become views of the stack. So a write to a weight takes effect at once. What was replaced or
 hooked is noticed before the next call (replacing.py).
 """
@@ -27,7 +27,7 @@ _grouped_quantize = torch.ops.fp8serve.grouped_quantize.default
 
 
 def can_stack(owners: Sequence[nn.Module], names: Sequence[str]) -> bool:
-    """Whether these layers of every owner can be joined, and all owners have them of the same shapes and kind."""
+    """Whether these layers of every owner can be joined, and have the same shapes and kind in all owners."""
     layers = [[owner._modules[name] for name in names] for owner in owners]
     return (
         all(can_join(group) and are_whole_blocks(group) for group in layers)
@@ -91,7 +91,7 @@ class Stacked:
         return not self._changed
 
     def is_current(self, experts: Collection[int]) -> bool:
-        """Whether the layers of these experts are the modules, with the tensors, that were stacked."""
+        """Whether these experts still have the modules and the tensors that were stacked."""
         for expert in self._changed.intersection(experts):
             if not self._parts[expert].is_current(self._modules[expert]):
                 return False
@@ -105,8 +105,8 @@ class Stacked:
         return is_alike and self._first.out_dtype in dtypes and down._first.out_dtype in dtypes and not x.is_cuda
 
     def mlp(self, down: "Stacked", x: Tensor, chosen: Tensor, weights: Tensor, tokens: Tensor) -> Tensor:
-        """x [T, K], chosen int64 [T, k], weights [T, k] -> [T, N]: this stack, of gate and up, silu, `down`, and the
-        weighted sum in one call. tokens int64 [E] rises by the rows of each expert."""
+        """x [T, K], chosen int64 [T, k], weights [T, k] -> [T, N]: the products of gate and up (this stack), silu, the
+        product of `down`, and the weighted sum in one call. Adds the rows of each expert to tokens, int64 [E]."""
         own, other = (self._weights, self._scale, self._bias), (down._weights, down._scale, down._bias)
         return _grouped_mlp(x, chosen, weights, tokens, *own, *other, *cast(tuple[int, bool], self._strips))  # type: ignore[no-any-return]
 

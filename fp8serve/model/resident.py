@@ -1,9 +1,9 @@
-"""What the weights of a directory take of memory once they are served, from headers and config.json: no torch.
+"""The memory that the weights of a directory take once they are served, from headers and config.json, without torch.
 
-A recipe in FP8 makes a byte of each element that a linear multiplies by, and a scale for each row. Embeddings, norms,
+An FP8 recipe stores each element of a linear's weight in one byte, with a scale for each row. Embeddings, norms,
 routers, and the matrix of latent attention that is applied head by head are served in BF16, whatever the file holds.
-Which tensors are linears is told by names and shapes, because the network that knows it needs torch. Parts of the file
-that are not the language model's are not loaded, and not counted.
+Linears are recognised by names and shapes, because the network that knows them needs torch. Parts of the file that do
+not belong to the language model are not loaded, and not counted.
 """
 
 import math
@@ -42,7 +42,7 @@ class Resident:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """Of a file; elements: once it is widened."""
+    """A tensor of a file; elements: their number once it is widened."""
 
     name: str
     shape: tuple[int, ...]
@@ -54,14 +54,14 @@ class _Tensor:
 
 
 def resident(model_dir: Path, recipe: str, head: HeadDtype = "bf16", scales: str | None = None) -> Resident:
-    """See the module. recipe, head, scales: as `EngineOptions` has them. ModelError: a damaged header or config."""
+    """See the module. recipe, head, scales: as in `EngineOptions`. ModelError: a damaged header or config."""
     config = read_any_config(model_dir)
     casts = _casts(model_dir, recipe, scales)
     tensors = list(_tensors(model_dir, config))
     as_stored = recipe == "stored" and not casts and not any(_is_exponent(tensor) for tensor in tensors)
     held = cast = 0
     for tensor in tensors:
-        if head == "fp8" and tensor.name == HEAD:  # given back once it is cast
+        if head == "fp8" and tensor.name == HEAD:  # freed once it is cast
             continue
         if _SCALE.search(tensor.name):
             held += FP32 * tensor.elements if as_stored else 0
@@ -76,7 +76,7 @@ def resident(model_dir: Path, recipe: str, head: HeadDtype = "bf16", scales: str
 
 
 def _casts(model_dir: Path, recipe: str, scales: str | None) -> bool:
-    """Whether every linear is made FP8 by a scale of its content or of a calibration, rather than read as it is."""
+    """Whether every linear is cast to FP8, by its content or by calibrated scales, rather than read as it is stored."""
     if recipe.lstrip().startswith("{"):
         found = from_json(recipe)
         return found is not None and not found.override_linear_precision[0]
@@ -96,7 +96,7 @@ def _tensors(model_dir: Path, config: AnyConfig) -> Iterator[_Tensor]:
 
 
 def _files(model_dir: Path) -> list[Path]:
-    """The weights' files. Which of them are read, and what is wrong, is found by loading (storage/shards.py)."""
+    """The weights' files. Loading (storage/shards.py) decides which of them are read, and reports what is wrong."""
     single, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
     if present(single) or not present(index):
         return [single] if single.is_file() else []
@@ -113,7 +113,7 @@ def _shape(path: Path, name: str, entry: Any) -> tuple[int, ...]:
 
 
 def _is_left_out(name: str, config: AnyConfig) -> bool:
-    """Layers that predict further tokens, and a head that is the embedding."""
+    """Whether it belongs to a layer that predicts further tokens, or is a head that the embedding replaces."""
     if not isinstance(config, ModelConfig):
         return False
     layer = _LAYER.match(name)
@@ -133,6 +133,6 @@ def _is_exponent(tensor: _Tensor) -> bool:
 
 
 def _cast_head_bytes(config: AnyConfig, head: HeadDtype) -> int:
-    """Of a head that is cast when it is loaded: FP8 elements and an FP32 scale a row."""
+    """The bytes of a head that is cast when it is loaded: FP8 elements, and an FP32 scale for each row."""
     is_cast = head == "fp8" and isinstance(config, ModelConfig)
     return config.vocab_size * (config.hidden_size + FP32) if is_cast else 0

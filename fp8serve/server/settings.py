@@ -124,9 +124,9 @@ class Settings(EngineOptions):
     models: Annotated[
         tuple[NamedModel, ...],
         About(
-            "Model to serve under a name of its own; the first is the default where there is no MODEL, and then the "
-            "engine's options here are its own. Behind a comma, options of its engine, tool_parser and "
-            "reasoning_parser",
+            "Model to serve under a name of its own; after commas, options of its engine, tool_parser and "
+            "reasoning_parser. Without MODEL the first one is the default, and the engine's options on the command "
+            "line apply to it",
             unset="MODEL alone",
             flag="--model",
             metavar="NAME=DIR[,OPTION=VALUE...]",
@@ -178,7 +178,7 @@ class Settings(EngineOptions):
     grader_urls: Annotated[
         tuple[str, ...],
         About(
-            "Address at which fine-tune jobs may have answers graded (grpo), and all below it.",
+            "Address to which fine-tune jobs may send answers for grading (grpo), with all below it.",
             unset="none",
             flag="--grader-url",
             metavar="URL",

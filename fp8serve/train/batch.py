@@ -1,7 +1,7 @@
 """Rows laid end to end: a flattened microbatch, never padded.
 
-Positions start again at 0 with each document, and `lengths` tells the attention where documents end, so that none sees
-another.
+Positions start again at 0 with each document, and `lengths` tells the attention where documents end, so that no
+document attends to another.
 """
 
 from collections.abc import Sequence

@@ -1,21 +1,22 @@
 """Step checkpoints: directories `checkpoints/step-N/` that are there whole or not at all.
 
-    model.safetensors       FP32 master weights under their Hugging Face names; with the files of the next line
+    model.safetensors       FP32 master weights under their Hugging Face names; for an adapter only its masters,
+                            `{linear}.lora_A` and so on
     model.safetensors.index.json, config.json, tokenizer
-                            (carried over, quantization removed) the directory is itself a model directory; of an
-                            adapter only its masters, `{linear}.lora_A` and so on
+                            carried over, with the quantization removed: they make the directory a model directory
     optimizer.safetensors   `{parameter}.{exp_avg|exp_avg_sq|step}`; moments of 8 bits as `train.eight_bit` says
     scaling.safetensors     `{linear}.{input|weight|grad_output}.{scale|amax_history|nonfinite|steps}`
     random.safetensors      torch's generator state
-    method.safetensors      what the method found before the first step (`methods.interface`), where it has any
-    trainer.json            step, cursor, token counts, the configuration and what it was run with
+    method.safetensors      what the method computed before the first step (`methods.interface`), if anything
+    trainer.json            step, cursor, token counts, the configuration and the environment of the run
     manifest.json           size and SHA-256 of every other file, written last
 
-Writing: hidden sibling, fsync of each file, of the directory, rename, fsync of the parent (`model.files`). A kill at
-any instant leaves at most a hidden sibling, which the next start removes. Reading verifies the manifest, so a disk that
-lost or changed bytes is found before a step is taken; the newest checkpoint that verifies is the one resumed from. No
-pickle. Cost: 12 bytes per parameter written and hashed once; we chose one file per kind over shards because a
-checkpoint is read by this program only, and `export` makes the sharded or quantized forms.
+A checkpoint is written into a hidden sibling; each file and the directory are fsynced, the directory is renamed, and
+its parent is fsynced (`model.storage.files`). A kill at any instant leaves at most the sibling, which the next start
+removes. Reading verifies the manifest, so a disk that lost or changed bytes is found before a step is taken; the newest
+checkpoint that verifies is the one resumed from. There is no pickle. A checkpoint costs 12 bytes per parameter, written
+and hashed once. Each kind has one file instead of shards, because only this program reads a checkpoint, and `export`
+makes the sharded or quantized forms.
 """
 
 import hashlib
@@ -43,7 +44,7 @@ _IF_ANY = "method"
 
 @dataclass
 class TrainState:
-    """Everything a run is made of between two steps. `meta` is JSON; tensors are by name, as in the files above."""
+    """The whole state of a run between two steps. `meta` is JSON; tensors are by name, as in the files above."""
 
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
@@ -60,7 +61,7 @@ class TrainState:
 def write_checkpoint(root: Path, state: TrainState, carry: Callable[[Path], None]) -> Path:
     """Write `root/step-N`; `carry(directory)` adds the base model's small files. Returns its path.
 
-    Raises JobError when that step is there already, MachineError when the disk is full or not ours to write.
+    Raises JobError when that step exists already, MachineError when the disk is full or not writable.
     """
     final = root / f"step-{state.step}"
     with whole_directory(final, JobError) as directory:
@@ -77,12 +78,12 @@ def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Tied parameters share storage, which safetensors refuses: `tensors` names each storage once."""
     try:
         save_tensors(path, {k: v.detach().to("cpu").contiguous() for k, v in tensors.items()}, {"format": "pt"})
-    except SafetensorError as error:  # how it reports a full disk
+    except SafetensorError as error:  # what safetensors raises when the disk is full
         raise OSError(str(error)) from error
 
 
 def manifest_of(directory: Path) -> dict[str, Any]:
-    """{"version": 1, "files": {name: {"bytes", "sha256"}}} of every file in `directory` but the manifest."""
+    """{"version": 1, "files": {name: {"bytes", "sha256"}}} of every file in `directory` except the manifest."""
     names = sorted(p.name for p in directory.iterdir() if p.name != "manifest.json")
     return {"version": VERSION, "files": {n: _describe(directory / n) for n in names}}
 
@@ -152,7 +153,7 @@ def keep_last(root: Path, count: int, also: Collection[int | None] = ()) -> None
 
 
 def remove_after(root: Path, step: int) -> None:
-    """Remove the checkpoints of later steps, the newest first: at each instant the newest is one that was written."""
+    """Remove the checkpoints of later steps, the newest first, so that the newest one left is whole at any instant."""
     for path in reversed(list_checkpoints(root)):
         if _step_of(path) > step:
             _remove(path)
@@ -169,7 +170,8 @@ def _step_of(path: Path) -> int:
 
 
 def _set_aside(path: Path) -> None:
-    """Nothing of the user's is deleted because this program cannot read it; only an older wreck of the same step is."""
+    """Keep a checkpoint that cannot be read under another name; only an older broken one of the same step is
+    deleted."""
     wreck = path.with_name(f"{path.name}.broken")
     shutil.rmtree(wreck, ignore_errors=True)
     path.rename(wreck)

@@ -4,7 +4,7 @@ The same object is built by the command line, by `POST /finetune` and by a Pytho
 Importing it loads no torch: the server's front process checks a request with it.
 
 `batch_size` counts rows in one microbatch and `accumulate` counts microbatches in one optimizer step, as elsewhere in
-the field. There is no "auto" value: a job's numbers are the ones written down.
+the field. There is no "auto" value: a job uses the numbers that are written down.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ Files = tuple[Annotated[str, Len(1)], ...]
 MANY = 10**9  # steps
 RowLength = Annotated[int, Ge(2), Le(1 << 20)]  # tokens
 
-# Fields that may differ between the run that wrote a checkpoint and the run that resumes from it: where things lie, how
+# Fields that may differ between the run that wrote a checkpoint and the run that resumes from it: paths, and how
 # often something is written or reported. Every other field changes the trained bits.
 _FREE_ON_RESUME = {
     *("model", "data", "eval_data", "eval_every", "out", "save_every", "save_minutes", "keep_last", "log_every"),
@@ -44,7 +44,7 @@ _FREE_ON_RESUME = {
 }
 ADAPTER = ("lora_rank", "lora_alpha", "lora_targets", "dora", "lora_dropout")
 _OF_MASTERS = ("recipe_options", "amax_history_len", "master_weights", "format")
-LENGTH = frozenset({"epochs", "max_steps", "patience"})  # may differ, too: the run goes on to the new end
+LENGTH = frozenset({"epochs", "max_steps", "patience"})  # may differ, too: the run continues to the new end
 
 
 @dataclass(frozen=True)
@@ -54,20 +54,21 @@ class TrainConfig:
     `model` may also be an FP8 directory: then masters are dequantized, and the histories of its scales.safetensors seed
     the scaling state. `out` receives `checkpoints/step-N/` and, at the end, `model/`.
 
-    `recipe_options` are the recipe's own fields. With `fp8_dpa` or `fp8_mha` attention is trained in FP8, too. What is
-    served attends in high precision over a BF16 or an FP8 cache; the delayed recipe brings that cache the scales of its
-    keys and values. `amax_history_len` is shorthand for the delayed recipe's field of that name.
+    `recipe_options` are the recipe's own fields. With `fp8_dpa` or `fp8_mha` attention is trained in FP8, too. The
+    served model attends in high precision over a BF16 or an FP8 cache; the delayed recipe gives that cache its scales
+    of keys and values. `amax_history_len` is shorthand for the delayed recipe's field of that name.
 
     The learning rate rises linearly over `warmup_steps` and falls by `lr_schedule` to `lr * min_lr_ratio`, or stays.
     With `packing="tokens"` a microbatch is filled to `batch_size * seq_len` tokens. Longer texts are cut into windows
-    of `seq_len`, longer conversations are truncated. The last step always gets a checkpoint. A served model is told the
-    day of each request, a model that trains `template_date`. What made a model worse: `train.divergence`.
+    of `seq_len`, longer conversations are truncated. The last step always gets a checkpoint. A served model's chat
+    template is told the day of each request; in training it is told `template_date`. `train.divergence` says when a run
+    has made its model worse.
 
-    A run that validates (`eval_data`, `eval_every`) may end early, after `patience` validations in a row without a loss
-    below the lowest before, and with `result="best"` its model is made of the checkpoint with the lowest.
+    A run that validates (`eval_data`, `eval_every`) may end early: after `patience` validations in a row without a new
+    lowest loss. With `result="best"` its model is made of the checkpoint with the lowest loss.
 
-    With `lora_rank` the model stays as it is and computes as it is served, under "delayed" by the scales that are
-    stored with it; what is trained, and what `out/model/` holds, is an adapter (`train.lora`).
+    With `lora_rank` the model stays as it is and computes as it is served, under "delayed" with its stored scales; the
+    run trains an adapter, which is what `out/model/` then holds (`train.lora`).
 
     `method` says what is minimised and what the data are (`train.methods`).
     Raises JobError for a value that cannot be used.
@@ -104,10 +105,10 @@ class TrainConfig:
         MasterWeights, About("FP32 weights in the model, or in the optimizer beside a BF16 model.")
     ] = "model"
     optimizer_states: Annotated[
-        OptimizerStates, About("Moments of matrices in FP32, or in 8 bits, which takes torchao.")
+        OptimizerStates, About("Moments of matrices in FP32, or in 8 bits, which needs torchao.")
     ] = "fp32"
     recompute: Annotated[
-        bool, About("Keep the inputs of layers only for the backward pass, and compute the rest again.")
+        bool, About("Keep only the inputs of layers for the backward pass, and compute the rest again.")
     ] = False
     seed: Annotated[int, Ge(0), Le(2**31 - 1), About("Seed of the data order.")] = 0
     save_every: Annotated[
@@ -131,18 +132,18 @@ class TrainConfig:
         int | None, Ge(1), Le(MANY), About("Validations without a lower loss that end the run.", unset="none")
     ] = None
     result: Annotated[Which, About("Make the model of the last step, or of the lowest validation loss.")] = "last"
-    format: Annotated[FileFormat, About("Spelling of the result's FP8 weights.")] = "compressed-tensors"
+    format: Annotated[FileFormat, About("Format of the result's FP8 weights.")] = "compressed-tensors"
     lora_rank: Annotated[
         int | None, Ge(1), Le(MAX_RANK), About("Train an adapter of this rank beside the frozen model.", unset="none")
     ] = None
     lora_alpha: Annotated[
-        float | None, Gt(0), Le(1_000_000), About("The adapter counts alpha / rank times.", unset="2 x rank")
+        float | None, Gt(0), Le(1_000_000), About("Scales the adapter by alpha / rank.", unset="2 x rank")
     ] = None
     lora_targets: Annotated[
         Files,
         About("Layers with an adapter, by name or pattern.", unset="all projections", metavar="PATTERN"),
     ] = ()
-    dora: Annotated[bool, About("DoRA: train the lengths of the weights' rows, too.")] = False
+    dora: Annotated[bool, About("DoRA: also train a magnitude for each row of a weight.")] = False
     lora_dropout: Annotated[float, Ge(0), Lt(1), About("Dropout on the adapter's input.")] = 0.0
     method: Annotated[
         MethodName,
@@ -159,7 +160,7 @@ class TrainConfig:
     loss_type: Annotated[
         LossType | None,
         About(
-            "Of a pair (dpo): sigmoid, sigmoid_norm, ipo, simpo; of answers (grpo): dapo, grpo, dr_grpo.",
+            "Loss of pairs (dpo): sigmoid, sigmoid_norm, ipo, simpo; of answers (grpo): dapo, grpo, dr_grpo.",
             unset="sigmoid; grpo: dapo",
         ),
     ] = None
@@ -177,9 +178,9 @@ class TrainConfig:
     max_completion_length: Annotated[
         int | None, Ge(1), Le(1 << 20), About("Tokens of an answer (grpo).", unset="half of seq_len")
     ] = None
-    temperature: Annotated[float, Ge(0.01), Le(100), About("At which answers are drawn (grpo).")] = 1.0
-    epsilon: Annotated[float, Gt(0), Lt(1), About("Clips the importance ratio (grpo).")] = 0.2
-    epsilon_high: Annotated[float | None, Gt(0), Le(100), About("Clips it above (grpo).", unset="as --epsilon")] = None
+    temperature: Annotated[float, Ge(0.01), Le(100), About("Temperature at which answers are drawn (grpo).")] = 1.0
+    epsilon: Annotated[float, Gt(0), Lt(1), About("Clips the importance ratio at 1 +- this (grpo).")] = 0.2
+    epsilon_high: Annotated[float | None, Gt(0), Le(100), About("The same, above 1 (grpo).", unset="--epsilon")] = None
     scale_rewards: Annotated[
         ScaleRewards, About("Advantages are divided by the deviation of the group, of the step, or by nothing (grpo).")
     ] = "group"
@@ -189,10 +190,10 @@ class TrainConfig:
         About("Python file with a function `reward(prompt, completion, row)` (grpo).", "none", metavar="FILE"),
     ] = None
     grader_url: Annotated[
-        str | None, Len(1, 2048), About("Address that gives the rewards instead (grpo).", unset="none", metavar="URL")
+        str | None, Len(1, 2048), About("Address of a server that grades instead (grpo).", unset="none", metavar="URL")
     ] = None
     reward_seconds: Annotated[
-        float, Gt(0), Le(86400), About("How long a reward may take (grpo): an answer's by a file, a step's by a URL.")
+        float, Gt(0), Le(86400), About("Seconds for a reward (grpo): of an answer by a file, of a step by a URL.")
     ] = 60.0
     device: Annotated[str, Len(1), About("cpu or cuda.")] = "cpu"
     template_date: Annotated[
@@ -201,8 +202,8 @@ class TrainConfig:
     on_divergence: Annotated[
         OnDivergence,
         About(
-            "A run that made the model worse fails, or gives a model all the same (keep). One that diverges goes back "
-            "to its last good checkpoint, and on with a larger margin, then with current scaling (return)."
+            "A run that made the model worse fails, or gives a model all the same (keep). With return, a run that "
+            "diverges continues from its last good checkpoint with a larger margin, then with current scaling."
         ),
     ] = "fail"
 
@@ -217,7 +218,9 @@ class TrainConfig:
             name = "patience" if self.patience is not None else 'result="best"'
             raise JobError(f"{name} compares validations; give eval_data and eval_every, too, or leave it out.")
         if STDIN in (*self.data, *self.eval_data):
-            raise JobError("Data are read again when a run goes on, so standard input ('-') will not do; name a file.")
+            raise JobError(
+                "Data are read again when a run goes on, so standard input ('-') cannot be used; name a file."
+            )
         _check_recipe(self)
         changed = _changed(self)
         _check_adapter(self, changed)
@@ -237,7 +240,7 @@ class TrainConfig:
 
     @property
     def fp8_recipe(self) -> Recipe | None:
-        """The recipe that the name and the options make; None computes in BF16. Raises RecipeError."""
+        """The recipe of this name with these options; None for BF16. Raises RecipeError."""
         history = {} if self.amax_history_len is None else {"amax_history_len": self.amax_history_len}
         options = {**self.recipe_options, **history}
         base = recipe.from_name(self.recipe, **({} if self.recipe != "bf16" else options))
@@ -275,27 +278,29 @@ def _check_recipe(config: TrainConfig) -> None:
     if config.amax_history_len is not None and config.recipe != "delayed":
         raise JobError(f"amax_history_len is the delayed recipe's; the recipe {config.recipe!r} keeps no history.")
     if not recipe.trains(made := config.fp8_recipe):
-        raise RecipeError(f"The recipe {config.recipe!r} is one to serve with; train with another.")
+        raise RecipeError(f"The recipe {config.recipe!r} is for serving only; train with another.")
     if recipe.name_of(made) != config.recipe:
-        raise RecipeError(f"recipe_options make another recipe than {config.recipe!r}; name that one in `recipe`.")
-    # No file format says so: the result would not be served as it was trained.
+        raise RecipeError(
+            f"With these recipe_options it is another recipe than {config.recipe!r}; name that one in `recipe`."
+        )
+    # No file format can express it, so the result would not be served as it was trained.
     inputs = None if made is None else made.specs.linear["input"]
     if inputs is not None and inputs.source == "current" and inputs.scale_format != "fp32":
         raise RecipeError("Served models compute their scales unrounded; leave power_2_scale off in training.")
 
 
 def _changed(config: TrainConfig) -> frozenset[str]:
-    """The fields that have another value than their default."""
+    """The fields whose value differs from the default."""
     return frozenset(f.name for f in dataclasses.fields(config) if getattr(config, f.name) != f.default)
 
 
 def _check_adapter(config: TrainConfig, changed: frozenset[str]) -> None:
     given = [n for n in ADAPTER if n in changed]
     if config.lora_rank is None and given:
-        raise JobError(f"{given[0]} is an adapter's; give lora_rank, too, or leave it out.")
+        raise JobError(f"{given[0]} is an option of an adapter; give lora_rank, too, or leave it out.")
     foreign = [n for n in _OF_MASTERS if n in changed and getattr(config, n) not in (None, {})]
     if config.lora_rank is not None and foreign:
-        raise JobError(f"{foreign[0]} is of a model's own training, and lora_rank leaves it as it is; leave one out.")
+        raise JobError(f"{foreign[0]} is for training the model's own weights, which lora_rank freezes; leave one out.")
 
 
 def _check_return(config: TrainConfig) -> None:

@@ -1,4 +1,4 @@
-"""Rows and items: what a training step may learn from, and how much of it that is. No torch here.
+"""Rows and items: what a training step learns from, and their counts. No torch here.
 
 A row is one document as token ids plus a mask of the tokens that carry loss: all of a text, only the completion of a
 prompt, only what the assistant says in a chat (`model.examples` decides which, for calibration as for training). An
@@ -38,12 +38,12 @@ class Row:
 
     @property
     def rows(self) -> "tuple[Row, ...]":
-        """A row is an item of one."""
+        """The row itself: it is an item of one row."""
         return (self,)
 
     @property
     def beside(self) -> bytes:
-        """Nothing but the row is learnt from."""
+        """b"": only the row decides what is learnt."""
         return b""
 
 

@@ -1,10 +1,11 @@
 """Whether a run made its model worse: its first rows, before the first step and after the last.
 
-Single steps are a poor witness, for each sees other rows. So the first microbatch is evaluated once before training and
-once at the end. Those rows were trained on: their loss falls. A run has diverged when it is not finite, when it rose by
-more than 1 (in supervised training a nat: each token became less than 1/e times as likely), or when no step was taken
-at all. Where rows are held out, a run has failed, too, when its model ends with a higher loss on them than it began
-with. A run that may go back (`train.fallback`) is judged in the same way before each checkpoint, by its first rows.
+Single steps cannot tell, because each sees other rows. So the first microbatch is evaluated once before training and
+once at the end. Its rows were trained on, so their loss should fall. A run has diverged when that loss is not finite,
+when it rose by more than 1 (in supervised training a nat: each token became less than 1/e times as likely), or when no
+step was taken at all. Where rows are held out, a run has failed, too, when its model ends with a higher loss on them
+than it began with. A run that may go back (`train.fallback`) is judged in the same way before each checkpoint, by its
+first rows.
 """
 
 import math
@@ -14,7 +15,7 @@ RISE = 1.0
 
 
 class DivergenceError(Exception):
-    """A run is to go back to its last good checkpoint; says why. Never leaves the trainer."""
+    """A run must go back to its last good checkpoint; the message says why. Never leaves the trainer."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Outcome:
 
     @property
     def divergence(self) -> str | None:
-        """Why the model as it is now is past help, in words; None when it is not."""
+        """Why the model, as it is now, has diverged, in words; None when it has not."""
         if not math.isfinite(self.after):
             return f"Training diverged: the loss of its first rows is {self.after} after step {self.steps}"
         if self.before is not None and self.after > self.before + RISE:

@@ -2,7 +2,7 @@
 
 A moment takes 1 1/64 bytes a parameter instead of 4. Masters and the update stay FP32. Matrices that have fewer than
 4096 numbers, or not whole blocks, keep FP32 moments. torchao compiles its update by default, which takes a C++ compiler
-and minutes at the first step; it runs here op by op, which gives the same bits on every machine of a kind.
+and minutes at the first step. Here it runs op by op, which gives the same bits on all machines of one kind.
 
 In a checkpoint such a moment is two tensors, `{moment}_codes` (uint8) and `{moment}_scale` (FP32).
 """
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether there are negative numbers in it
+MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether the moment can be negative
 PARTS = ("codes", "scale")
 
 
@@ -62,7 +62,7 @@ def _moment(codes: Tensor, scale: Tensor, signed: bool, parameter: Tensor) -> Te
 
 
 def _torchao() -> Any:
-    """`torchao.optim`. Its other parts tell of kernels that this machine lacks, and which nothing here uses."""
+    """`torchao.optim`, without the warnings of torchao's other parts about missing kernels that nothing here uses."""
     logs = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     levels = [log.level for log in logs]
     for log in logs:

@@ -1,8 +1,8 @@
 """The events of a run in a file, one JSON object a line (`train.events`), with `id`, rising by one across restarts, and
 `created_at`.
 
-An event is on the disk before the next step starts, so a reader never sees one that a crash takes back. A line cut by a
-crash is removed at the next start, and steps that are taken again are not logged again.
+An event is on the disk before the next step starts, so a crash never takes back an event that a reader has seen. A line
+cut by a crash is removed at the next start, and steps that are taken again are not logged again.
 """
 
 import json
@@ -20,7 +20,7 @@ EVENTS = "events.jsonl"
 
 
 class EventLog:
-    """Appends to a file, which is opened when there is something to write: who calls it holds the run's lock then."""
+    """Appends to a file, which is opened at the first event: by then the caller holds the run's lock."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -50,7 +50,7 @@ class EventLog:
 
 
 def _place(event: Event) -> tuple[int, int] | None:
-    """(returns, step) of what a run tells again when it takes the same steps again; None of anything else."""
+    """(returns, step) of an event that a run repeats when it takes the same steps again; None for any other event."""
     repeats = event["type"] == "metrics" or event.get("code") == "returned"
     return (event.get("returns", 0), event["step"]) if repeats else None
 

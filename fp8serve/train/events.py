@@ -1,4 +1,4 @@
-"""What a run tells its owner: flat JSON objects, one shape for the terminal, the job's log and the HTTP routes.
+"""What a run reports: flat JSON objects, one shape for the terminal, the job's log and the HTTP routes.
 
 Every event has `type`, `level` ("info", "warn" or "error") and `message` (one sentence for a person). By type:
 
@@ -9,10 +9,9 @@ Every event has `type`, `level` ("info", "warn" or "error") and `message` (one s
     metrics      step, total_steps, epoch, train_loss, the measures of the method (train_mean_token_accuracy;
                  rewards/chosen, rewards/rejected, rewards/accuracies, rewards/margins, logps/chosen, logps/rejected;
                  reward, reward_std, completions/mean_length, clip_ratio/region_mean, kl, ...),
-                 learning_rate, grad_norm, tokens_per_second, trained_tokens, and returns, how often the run has gone
-                 back, where it has; after a validation pass also valid_loss
-                 and the same measures (valid_mean_token_accuracy; valid_rewards/chosen, ...); a value that is not
-                 finite is null
+                 learning_rate, grad_norm, tokens_per_second, trained_tokens; returns (how often the run has gone back)
+                 if it has; after a validation pass also valid_loss and the same measures
+                 (valid_mean_token_accuracy; valid_rewards/chosen, ...). A value that is not finite is null
     checkpoint   step, path, and the latest metrics of that step (train_loss, ...)
 
 `level`, `message` and `type` are those of an OpenAI fine-tuning job event; the rest is its `data`. The worker adds `id`
@@ -31,7 +30,7 @@ def message(code: str, text: str, *, level: str = "info", **data: Any) -> Event:
 
 
 def metrics(values: dict[str, Any], words: Mapping[str, str]) -> Event:
-    """`words`: what of `values` the line for a person has beside the losses, and what it calls that."""
+    """words: the entries of `values` that the message shows beside the losses, with the names that it gives them."""
     named = {"train_loss": "training loss", **words, "valid_loss": "validation loss"}
     said = ", ".join(f"{word}={_number(values[name])}" for name, word in named.items() if name in values)
     text = f"Step {values['step']}/{values['total_steps']}: {said}"

@@ -1,14 +1,14 @@
 """Adds up the gradients of a step's microbatches, which several processes compute, in the order of the microbatches.
 
-One process adds g0 + g1 + g2 ... in FP32, and a sum depends on its order, so an all-reduce would give other weights.
+A single process adds g0 + g1 + g2 ... in FP32. A sum depends on its order, so an all-reduce would give other weights.
 Here rank i mod N computes microbatch i. After each round of N, every rank gets its N-th part of all N gradients and
 adds them to its part of the sum, in order. At the end of the step the parts are gathered. So weights have the same bits
 whatever N is. A rank sends its gradients once a microbatch, and its part of the sum once a step; an all-reduce of the
 step's sums would send the gradients only once a step.
 
-A missing gradient, of an expert that no token chose or of a microbatch that does not exist, is sent as -0.0:
-the only number whose addition changes nothing, not even the sign of a zero. Gradients travel in buckets, so that
-beside a rank's own gradients and its part of the sum only two buckets are in memory.
+A missing gradient (of an expert that no token chose, or of a microbatch that does not exist) is sent as -0.0, the only
+number whose addition changes nothing, not even the sign of a zero. Gradients travel in buckets, so that beside a rank's
+own gradients and its part of the sum only two buckets are in memory.
 """
 
 from itertools import accumulate

@@ -1,12 +1,12 @@
-"""A step checkpoint becomes a model directory that is served, with the scales that training kept.
+"""Turns a step checkpoint into a model directory to serve, with the scales that training kept.
 
-No calibration pass: for delayed scaling, the input and weight scales that the next training step would have used are
-the serving scales, and weights are quantized from the same high-precision values by the same op. So the served model
-computes what the trainer's own evaluation computed, bit for bit. Recipes that take scales from the tensors need none
-stored; a run whose forward pass was not in FP8 becomes a BF16 directory, one that trained an adapter the files of that
-adapter. Weights are read lazily, one tensor in memory at a time.
+There is no calibration pass. Under delayed scaling, the serving scales are the input and weight scales that the next
+training step would have used, and weights are quantized from the same high-precision values by the same op. So the
+served model computes what the trainer's own evaluation computed, bit for bit. Recipes that take scales from the tensors
+need none stored. A run whose forward pass was not in FP8 gives a BF16 directory; a run that trained an adapter gives
+the files of that adapter. Weights are read lazily, one tensor in memory at a time.
 
-    python -m fp8serve.train.export CHECKPOINT OUT    for a process that loads no torch; one sentence says what is wrong
+    python -m fp8serve.train.export CHECKPOINT OUT    for a process that loads no torch; an error is one sentence
 """
 
 import json
@@ -73,7 +73,7 @@ def training_record(meta: Mapping[str, Any]) -> str:
     """`training.json`: how the model came to be; no times, so that equal runs write equal directories."""
     progress = meta["progress"]
     kept = {k: progress[k] for k in ("step", "trained_tokens", "skipped", "metrics")}
-    if progress.get("returns"):  # then its scales are not those that the job asked for
+    if progress.get("returns"):  # then the scales are not those that the job asked for
         kept |= {"returns": progress["returns"], "trained_with": {k: meta["config"][k] for k in _SCALING}}
     return json.dumps({**kept, "config": meta["identity"]["config"], "data": meta["identity"]["data"]}, indent=2) + "\n"
 
@@ -81,7 +81,7 @@ def training_record(meta: Mapping[str, Any]) -> str:
 def serving_scales(source: Path, recipe: Recipe | None, meta: Mapping[str, Any]) -> ScalingCheckpoint:
     """The scaling state of a checkpoint as a scaling file: scales and histories of every tensor that ever ran.
 
-    Of an attention that was trained in FP8 it keeps the keys' and values': they are the scales of an FP8 KV cache.
+    Of attention that was trained in FP8, it keeps the keys' and values', which are the scales of an FP8 KV cache.
     """
     stored = load_file(source / "scaling.safetensors") if delayed(recipe) is not None else {}
     names = sorted(n.removesuffix(".scale") for n in stored if n.endswith(".scale"))

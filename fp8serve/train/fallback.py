@@ -4,8 +4,8 @@
     1   a margin larger by 2: four times the room above the largest value that a history holds
     2   current scaling: every tensor is scaled by its own largest value, and none is ever cut off
 
-Each is tried once, and the next one is kept to the end. How often a run went back is a number in its checkpoints. A run
-that is killed after it went back, and before its next checkpoint, finds the same divergence again and goes back again:
+Each is tried once; a run keeps what it tries until it diverges again. Its checkpoints record how often it went back. A
+run that is killed after it went back, but before its next checkpoint, finds the same divergence and goes back again, so
 it ends with the same bytes.
 """
 
@@ -39,12 +39,12 @@ def attempts(config: TrainConfig) -> list[TrainConfig]:
 
 
 def attempt(config: TrainConfig, returns: int) -> TrainConfig:
-    """The job after so many returns."""
+    """The job after `returns` returns."""
     return (found := attempts(config))[min(returns, len(found) - 1)]
 
 
 def described(config: TrainConfig) -> str:
-    """What an attempt scales by, in words."""
+    """The scaling of an attempt, in words."""
     return f"margin {_margin(config)}" if config.recipe == "delayed" else f"{config.recipe} scaling"
 
 

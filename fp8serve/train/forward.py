@@ -2,10 +2,10 @@
 
 `Network` wraps the decoder so that its parameters can be swapped for BF16 casts in one call
 (`torch.func.functional_call`): autograd then carries gradients through the cast into the FP32 masters. The weights of
-FP8 layers are handed over as they are, for their quantizer reads FP32 and a BF16 rounding in between would be a second
-one; so are those of adapters, which round them themselves (fp8/lora.py). Attention runs in FP8 where the recipe says so
-(`fp8_dpa`, `fp8_mha`). Only positions whose next token carries loss go through `lm_head`: with masked prompts most of
-the largest matrix product is never computed.
+FP8 layers are handed over as they are, because their quantizer reads FP32, and a cast to BF16 first would round them
+twice. Adapters, too, get FP32 weights and round them themselves (fp8/lora.py). Attention runs in FP8 where the recipe
+says so (`fp8_dpa`, `fp8_mha`). Only positions whose next token carries loss go through `lm_head`: with masked prompts
+most of the largest matrix product is never computed.
 
 The terms of the loss are log-probabilities with the bits that a server of the same weights and scales returns on a CPU;
 `Forward.differences` says where that cannot be (model/parity.py).
@@ -42,11 +42,11 @@ from fp8serve.train.batch import PackedBatch
 from fp8serve.train.target_log_probs import summed_loss, target_log_probs
 
 Logits = Callable[[PackedBatch], Tensor]
-"""[P, vocab] of the positions of a batch that are to predict, in BF16: as the head computes them."""
+"""Logits [P, vocab] of the positions of a batch whose next token carries loss, in BF16, as the head computes them."""
 
 
 class Network(nn.Module):
-    """batch -> logits [P, vocab] of the positions that are to predict, in the dtype of the head.
+    """batch -> logits [P, vocab] of the positions whose next token carries loss, in the dtype of the head.
 
     cache: the scales of every layer's keys and values, for attention as a server with an FP8 cache computes it.
     recompute: see `Forward`.
@@ -78,8 +78,8 @@ class Network(nn.Module):
         return self.decoder(batch.token_ids, batch.positions, rotated(attend))  # type: ignore[no-any-return]
 
     def _recomputed(self, batch: PackedBatch, attend: Attend) -> Tensor:
-        """The same, part by part. A part is given its weights by hand, for at its second run those of the caller's
-        `functional_call` are gone.
+        """The same, part by part. Each part is given its weights explicitly, because the caller's `functional_call` has
+        ended when the part runs again.
         """
         x = self.decoder.enter(batch.token_ids)
         places = self.decoder.places(batch.positions, x.dtype)
@@ -93,8 +93,8 @@ class Forward:
     """Runs a network under a recipe (None: high precision) with BF16 activations; its linears are converted already.
 
     cache: see `Network`. Linears that are not converted become `OwnLinear`, in place. `ranks`: the processes that take
-    steps together; delayed scales are those of all of them. `recompute`: for the backward pass the inputs of layers are
-    kept only, and the rest is computed again: less memory for the same bits, and more time.
+    steps together; delayed scales are those of all of them. `recompute`: only the inputs of layers are kept for the
+    backward pass, and the rest is computed again: less memory and more time for the same bits.
     """
 
     def __init__(
@@ -132,13 +132,13 @@ class Forward:
         return list(differences(self.recipe, self.network.decoder.config, self.device))
 
     def log_probs(self, batch: PackedBatch) -> Tensor:
-        """FP32 [P]: of the targets, as a server returns them; differentiable. Their negative sum is `summed_loss`."""
+        """FP32 [P], of the targets, as a server returns them; differentiable. Their negative sum is `summed_loss`."""
         return target_log_probs(self.logits(batch), batch.targets)
 
     def logits(self, batch: PackedBatch, is_first_microbatch: bool | None = None) -> Tensor:
         """BF16 [P, vocab]; under `torch.no_grad()` the scaling state stays as it is.
 
-        is_first_microbatch: of those whose gradients accumulate, see `autocast`.
+        is_first_microbatch: whether it is the first of those whose gradients accumulate, see `autocast`.
         """
         rules: dict[str, Any] = {"recipe": self._run_by, "session": self._session}
         with autocast(enabled=self.recipe is not None, is_first_microbatch=is_first_microbatch, **rules):
@@ -156,9 +156,9 @@ class Forward:
     def observe(self, loss: Callable[[Logits], Tensor]) -> None:
         """Forward and backward in high precision that only record amaxes, of gradients too, into the delayed states.
 
-        `loss` is given what makes logits of a batch; it returns the loss of a whole step, divided as there, so that
-        gradients have the size they will have. Leaves no gradient behind. Every expert of a mixture sees every token; a
-        gradient of one that no token chose begins with the scale of another's.
+        `loss` is given a function from batches to logits and returns the loss of a whole step, divided as in training,
+        so that gradients have the size that they will have. Leaves no gradient behind. Every expert of a mixture sees
+        every token; a gradient of one that no token chose begins with the scale of another's.
         """
         calibrating = autocast(enabled=False, recipe=self._run_by, calibrating=True, session=self._session)
         with every_expert(self.network):  # in the backward pass, too, which may run layers again
@@ -172,8 +172,8 @@ class Forward:
 
 @torch.no_grad()
 def _lend_gradient_scales(mixture: Experts) -> None:
-    """Projections of experts that have seen no gradient take the smallest scale of those that have: of their largest
-    gradient. At scale 1 most of a gradient would become zero."""
+    """Projections of experts that have seen no gradient take the smallest scale of those that have: that of the largest
+    gradient. At scale 1, most of a gradient would become zero."""
     experts = [expert for expert in mixture if isinstance(expert, Expert)]
     for linears in zip(*(expert.linears() for expert in experts), strict=True):
         states = [linear.scaling["grad_output"] for linear in linears if isinstance(linear, Linear)]
@@ -184,5 +184,5 @@ def _lend_gradient_scales(mixture: Experts) -> None:
 
 
 def mean_loss(batch: PackedBatch) -> Callable[[Logits], Tensor]:
-    """What makes the mean of `summed_loss` over the targets of `batch`, for `Forward.observe`."""
+    """For `Forward.observe`: a function that computes the mean of `summed_loss` over the targets of `batch`."""
     return lambda logits: summed_loss(logits(batch), batch.targets)[0] / len(batch.targets)

@@ -34,13 +34,13 @@ def accumulate(
     """Accumulate the gradients of all microbatches; returns the means of the loss and of `method.measures`.
 
     The loss is the mean over the whole step, so neither packing nor accumulation changes what is minimised. Microbatch
-    i runs on rank i mod N; the gradients and the means are on all. `seed`: of the step's random numbers.
+    i runs on rank i mod N; the gradients and the means are on all ranks. `seed`: of the step's random numbers.
     """
     weight = method.weight([item for items in microbatches for item in items])
     # FP64 on the model's device: reading each microbatch's figures would wait for a GPU; one read at the end is enough
     found = torch.zeros(len(microbatches), 1 + len(method.measures), dtype=torch.float64, device=forward.device)
     exchange = Exchange(list(optimizer.masters.values()), ranks)
-    several = len(microbatches) > ranks.size  # with one microbatch nothing needs to be kept
+    several = len(microbatches) > ranks.size  # with one microbatch, there is nothing to keep
     with forward.one_update():
         for start in range(0, len(microbatches), ranks.size):
             if (mine := start + ranks.rank) < len(microbatches):
@@ -56,7 +56,7 @@ def accumulate(
 
 
 def _in_order(found: Tensor) -> list[float]:
-    """The sums [1 + measures] of rows, added one after the other."""
+    """The sum of the rows of `found`, added one after the other: [1 + measures]."""
     sums = torch.zeros_like(found[0])
     for row in found:
         sums += row

@@ -26,9 +26,9 @@ from fp8serve.ending import end_process
 from fp8serve.errors import GroupError
 
 MAX_RESTARTS = 3
-STOP_SECONDS = 600  # for the step that runs and a checkpoint; ranks that take longer are killed
+STOP_SECONDS = 600  # for the current step and a checkpoint; ranks that take longer are killed
 PEER_LOST = ("Connection reset by peer", "Connection closed by peer", "Broken pipe")
-"""What torch says when an exchange fails because the process on the other end is gone: no mistake of this one."""
+"""torch's messages when an exchange fails because the other process is gone: not a fault of this one."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -96,7 +96,7 @@ def main(arguments: list[str]) -> int:
     _die_with(int(parent))
     try:
         status = resolve_name(function)(rest)
-    except SystemExit as end:  # of a rank that leaves the message to rank 0
+    except SystemExit as end:  # raised by a rank that leaves the message to rank 0
         status = end.code
     except Exception as error:
         if any(words in str(error) for words in PEER_LOST):

@@ -1,16 +1,16 @@
-"""Trouble of single steps, as events: losses far above those before, and tensors that do not fit their FP8 scale.
+"""Reports trouble in single steps as events: sudden high losses, and tensors that do not fit their FP8 scale.
 
     loss_spike   the loss of a step is far above the median of the sixteen before it
-    loss_risen   so were those of eight steps in a row: from then on they are what is usual
+    loss_risen   the losses of eight steps in a row were: from then on such losses count as usual
     overflow     a tensor was more than four times as large as its scale has room for, and was cut off
     underflow    more than half of the values of a tensor that are not zero became zero
-    nonfinite    a tensor held an infinity or NaN, which its history does not take in
-    scale_jump   a scale is eight times as large as at the step before, or an eighth
+    nonfinite    a tensor held an infinity or NaN, which its history ignores
+    scale_jump   a scale is eight times as large as at the step before, or an eighth of it
 
-None of them changes a run, and what is normal says nothing: scales that are a little late are what delayed scaling is.
-A tensor is named once for each kind, in a run that is started again once more. Figures of scales are those of a
-`Monitor`, which reads them in one transfer a step and counts values in every sixteenth; a spike has to be far away by
-the spread of the losses, too, for the rows of each step are others.
+No event changes the run. What is normal is not reported: under delayed scaling, scales lag behind a little. A tensor is
+named once for each kind, and once more after each restart of the run. The figures of scales come from a `Monitor`,
+which reads them in one transfer a step and counts values in every sixteenth step. A spike must also be far above the
+usual spread of the losses, because every step has other rows.
 """
 
 import math
@@ -42,7 +42,7 @@ _WORDS: dict[Kind, str] = {
 
 
 class Health:
-    """Watches a run; `step` after each of its steps, `close` at its end. first_loss: see `Spikes`."""
+    """Watches a run: call `step` after each of its steps, and `close` at its end. first_loss: see `Spikes`."""
 
     def __init__(self, forward: Forward, on_event: OnEvent, first_loss: float | None) -> None:
         self._monitor = Monitor(forward.network, log=False)
@@ -94,14 +94,14 @@ class Health:
 
 
 class Spikes:
-    """Losses of steps against those before them. first: the loss before the first step, of its first rows."""
+    """Compares the loss of each step with those before it. first: the loss of the first rows before the first step."""
 
     def __init__(self, first: float | None) -> None:
         self._usual: deque[float] = deque([] if first is None else [first], maxlen=WINDOW)
         self._high: list[float] = []
 
     def of(self, step: int, loss: float) -> Event | None:
-        """What is to be said of the loss of this step; a loss that is no number is told of elsewhere."""
+        """The event for the loss of this step, if any; a loss that is not finite is reported elsewhere."""
         if not math.isfinite(loss):
             return None
         if not self._usual or loss <= (limit := self._limit()):

@@ -1,7 +1,7 @@
 """What identifies a job: its numbers, its data and the model it starts from; a resumed run must have the same ones.
 
-A resumed run no longer needs the base model, so its directory may be gone. But a directory with another model is an
-error, because it would be ignored silently. The length of a run (`epochs`, `max_steps`) may change.
+A resumed run no longer needs the base model, so its directory may be gone. But a directory that holds another model now
+is an error, because the run would silently ignore that model. The length of a run (`epochs`, `max_steps`) may change.
 """
 
 import dataclasses

@@ -12,9 +12,8 @@ that are taken again are not logged again, unless a run that diverged went back 
 on the disk before the next step starts, so a reader never sees one that a crash takes back; a line cut by a crash is
 removed at the next start.
 
-With --procs the steps are taken by N further processes (`train.group`), as far as a step has microbatches for them.
-This one holds worker.lock and passes signals on; rank 0 writes the rest. Another N at the next start makes no
-difference.
+With --procs, N further processes take the steps together (`train.group`), or as many as a step has microbatches. This
+process holds worker.lock and passes signals on; rank 0 writes the rest. The next start may use another N.
 """
 
 import os
@@ -75,7 +74,7 @@ def main(arguments: list[str]) -> int:
 
 
 def processes(directory: Path, most: int) -> int:
-    """As many as a step has microbatches; one for a job that will say what is wrong with it."""
+    """At most `most`, and one for each microbatch of a step; one for a broken job, which then reports what is wrong."""
     try:
         config = job_config(directory)
     except Fp8ServeError:
@@ -112,7 +111,7 @@ def _take_lock(path: Path) -> IO[str]:
 
 
 def _ignore(event: Event) -> None:
-    """Rank 0 tells."""
+    """Only rank 0 reports events."""
 
 
 def _work(directory: Path, log: OnEvent) -> int:
@@ -140,7 +139,7 @@ def _work(directory: Path, log: OnEvent) -> int:
 def _train(directory: Path, log: OnEvent) -> "TrainResult":
     stop = _Stop()
     config = job_config(directory)
-    from fp8serve.ranks import torchrun  # loads torch: after the lock is held and the job is read
+    from fp8serve.ranks import torchrun  # loads torch, so not before the lock is held and the job is read
     from fp8serve.train.trainer import Trainer
 
     with torchrun(config.device) as ranks:
@@ -148,7 +147,7 @@ def _train(directory: Path, log: OnEvent) -> "TrainResult":
 
 
 def job_config(directory: Path) -> TrainConfig:
-    """What a job's directory says that the job is. JobError: nothing that can be understood."""
+    """The configuration in a job's directory. JobError if it cannot be read or understood."""
     return TrainConfig.from_json(_job_text(directory / "job.json"))
 
 

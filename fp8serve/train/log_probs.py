@@ -1,7 +1,7 @@
-"""Log-probabilities of given tokens with the bits that a server on a CPU returns, by the forward pass of training.
+"""Computes log-probabilities of given tokens with training's forward pass: the bits that a server on a CPU returns.
 
-It is for code that compares the two: a reinforcement trainer whose importance ratios must begin at 1, or a test. A
-run's own `Forward` gives them with gradients (`Forward.log_probs`).
+This is for code that compares the two, such as a test, or a reinforcement trainer whose importance ratios must begin at
+1. A run's own `Forward` computes them with gradients (`Forward.log_probs`).
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from fp8serve.train.data import Row
 from fp8serve.train.forward import Forward, Network
 from fp8serve.train.target_log_probs import target_log_probs
 
-ROWS = 256  # of logits at a time: a server's, too
+ROWS = 256  # of logits at a time, as in a server
 KvDtype = Literal["bf16", "fp8"]
 Scorer = Callable[[Sequence[int]], Tensor]
 

@@ -2,7 +2,7 @@
 
 The base is loaded as `serve` loads it: FP8 weights stay views of the mapped file, inputs are cast by the stored scales.
 So the adapter learns to correct the very numbers that will be served, and no second form of the weights is in memory. A
-checkpoint holds the adapter's masters and moments; to go on from it takes the base model, too.
+checkpoint holds the adapter's masters and moments; to continue from it, a run needs the base model, too.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ PARTS = ("lora_A", "lora_B", "lora_magnitude_vector")
 
 
 def peft_config(config: TrainConfig) -> PeftConfig:
-    """Of a job that trains an adapter."""
+    """PEFT's configuration of the adapter that a job trains."""
     rank = cast(int, config.lora_rank)
     return PeftConfig(rank, 2.0 * rank if config.lora_alpha is None else config.lora_alpha, dora=config.dora)
 
@@ -55,7 +55,7 @@ def adapted_model(config: TrainConfig) -> Model:
 
 
 def base_recipe(config: TrainConfig) -> Literal["stored", "bf16"] | Recipe:
-    """How the base computes: "delayed" is by the scales that are stored with it. ModelError: there are none."""
+    """How the base computes: "delayed" uses its stored scales. ModelError if it has none."""
     if config.recipe != "delayed":
         return config.fp8_recipe or "bf16"
     checkpoint = open_checkpoint(config.model)
@@ -72,6 +72,6 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def write_result(folder: Path, config: TrainConfig, masters: Mapping[str, Tensor]) -> None:
-    """The files of the adapter that a checkpoint's masters are."""
+    """Writes the adapter's files from the masters in a checkpoint."""
     linears = list(adaptable(read_config(config.model)))
     write_adapter(folder, config.model, peft_config(config), masters, linears, dropout=config.lora_dropout)

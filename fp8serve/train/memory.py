@@ -1,7 +1,7 @@
-"""What a fine-tune takes of memory, from the sizes in config.json alone: no weight is loaded, and no torch.
+"""The memory that a fine-tune takes, from the sizes in config.json alone: no weight is loaded, and no torch.
 
-Counted are the matrices of every family here: attention that is latent or not, dense MLPs and experts. Biases are not,
-nor are the masks and buffers of a model that transformers computes.
+The matrices of every family are counted: attention, latent or not, dense MLPs and experts. Biases are not, nor are the
+masks and buffers of a model that transformers computes.
 """
 
 from fp8serve.errors import JobError
@@ -21,14 +21,14 @@ SENT_BYTES = 8  # per hidden element of a token, for each of the experts that it
 def memory_estimate(model: ModelConfig, config: TrainConfig, tokens: int, fraction: float) -> dict[str, int]:
     """Bytes by part for microbatches of `tokens` tokens of which `fraction` carry loss, and "total", the peak.
 
-    weights: masters and moments, of every expert, and with masters in the optimizer the BF16 model; gradients: with
-    masters in the optimizer in BF16 and in FP32; casts: FP8 weights and BF16 casts of the rest while a step runs;
-    activations: what layers keep for the backward pass, of experts for those that a token goes through; logits: in
-    BF16 with their gradient, for tokens that carry loss, and in FP32 a piece at a time.
+    weights: masters and moments, including every expert's; with masters in the optimizer, the BF16 model, too.
+    gradients: FP32; with masters in the optimizer, BF16 and FP32. casts: FP8 weights, and BF16 casts of the others,
+    while a step runs. activations: what layers keep for the backward pass; of experts, only those that a token is sent
+    to. logits: BF16 with their gradient, for tokens that carry loss, and FP32 for a piece of them at a time. engine, if
+    answers are written first (grpo): weights and cache of the engine that writes them; `tokens` are the prompts' then.
 
-    In the backward pass activations go as gradients come, so the peak has the larger of the two; where gradients are
-    accumulated those of the microbatch before are there from the start, and it has both. With answers that are written
-    first (grpo), `tokens` are the prompts'; engine: the weights and the cache of what writes them.
+    In the backward pass activations are freed while gradients are made, so the peak holds the larger of the two. If
+    gradients accumulate, those of earlier microbatches are there from the start, and the peak holds both.
     """
     if config.method == "grpo":
         answers = config.batch_size * config.num_generations * longest_answer(config)
@@ -64,21 +64,22 @@ def _moments(config: TrainConfig, in_matrices: int, others: int) -> int:
 
 
 def check_recompute(config: TrainConfig, model: ModelConfig) -> None:
-    """JobError where nothing would be saved: a model that transformers computes is one piece to us."""
+    """JobError for a model that transformers computes: it is a single piece here, so nothing would be saved."""
     if config.recompute and model.computed_by is not None:
-        raise JobError("recompute repeats layer by layer, and transformers computes this model whole; leave it out.")
+        raise JobError("recompute works layer by layer, but transformers computes this model as a whole; leave it out.")
 
 
 def _cached(model: ModelConfig) -> int:
-    """Elements that a token's keys have in all layers; its values have as many."""
+    """The number of elements of a token's keys in all layers; its values have as many."""
     return model.num_layers * model.num_kv_heads * model.head_dim
 
 
 def _of_adapter(model: ModelConfig, config: TrainConfig, tokens: int, fraction: float) -> dict[str, int]:
-    """weights: the base as it is served, and an adapter's masters and moments, as if every projection had one."""
+    """The parts for an adapter. weights: the base as it is served, with an adapter at every projection and its
+    moments."""
     linears, others = parameter_counts(model)
     sides, rank = _sides(model), config.lora_rank or 0
-    adapter = rank * sides + (sides // 2 if config.dora else 0)  # about half of them are outputs
+    adapter = rank * sides + (sides // 2 if config.dora else 0)  # about half of the sides are outputs
     trained = 4 * adapter + _moments(config, adapter, 0)
     parts = {
         "weights": linears * (2 if config.recipe == "bf16" else 1) + 2 * others + trained,
@@ -121,7 +122,8 @@ def parameter_counts(model: ModelConfig) -> tuple[int, int]:
 
 
 def _attention(model: ModelConfig) -> tuple[int, int]:
-    """Of one layer: weights of linears, and the one that latent attention multiplies by head, which is none."""
+    """Of one layer: weights of linears, and the weight that latent attention applies head by head, which is no
+    linear."""
     width, latent = model.hidden_size, model.latent
     if latent is None:
         return width * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads), 0
@@ -140,7 +142,7 @@ def _dense(model: ModelConfig) -> int:
 
 
 def _norms(model: ModelConfig) -> int:
-    """Two of each layer and a last one; some families have more, which are as small."""
+    """Two norms of each layer and a last one; some families have more, which are as small."""
     latent = 0 if model.latent is None else model.latent.rank + (model.latent.q_rank or 0)
     return (2 * model.num_layers + 1) * model.hidden_size + model.num_layers * latent
 
@@ -150,7 +152,7 @@ def _sparse_layers(model: ModelConfig) -> int:
 
 
 def _kept(model: ModelConfig, config: TrainConfig) -> int:
-    """Bytes of a token at the peak: of all layers, or their inputs and all of the one that is computed again."""
+    """Bytes of a token at the peak: of all layers, or of their inputs and the one layer that is computed again."""
     if not config.recompute:
         return _activations(model)
     return 2 * model.hidden_size * model.num_layers + _activations(model) // model.num_layers

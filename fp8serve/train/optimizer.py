@@ -3,8 +3,8 @@
 Two places for the masters:
 * "model": the model's own parameters are FP32 and are the masters; every use casts them on the fly. 16 bytes a
   parameter (weight, gradient, two moments), nothing is copied.
-* "optimizer": the model holds BF16 and the optimizer an FP32 copy; gradients leave BF16 for an FP32 accumulator after
-  each microbatch, so accumulation loses nothing. 20 bytes a parameter.
+* "optimizer": the model holds BF16 and the optimizer an FP32 copy; after each microbatch, BF16 gradients are
+  added to an FP32 accumulator, so accumulation loses nothing. 20 bytes a parameter.
 
 The moments and the update are `torch.optim.AdamW` in its fused form: one pass over weight, gradient and moments. With
 `optimizer_states="8bit"` those of matrices are torchao's (eight_bit.py), at 10 or 14 bytes a parameter.
@@ -55,7 +55,7 @@ class Optimizer:
         plain = [p for p in self.masters.values() if p.dim() < 2]
         groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
         about: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
-        self._small: torch.optim.Optimizer | None = None  # of the matrices, with moments of 8 bits
+        self._small: torch.optim.Optimizer | None = None  # for the matrices, with moments of 8 bits
         if config.optimizer_states == "8bit":
             self._small = eight_bit.adam(groups[:1], **about) if decayed else None
             groups = groups[1:]
@@ -76,7 +76,7 @@ class Optimizer:
     def step(self, rate: float) -> float:
         """Clip, update at learning rate `rate`, clear the gradients; returns the global gradient norm before clipping.
 
-        A norm that is infinite or NaN changes nothing but clears the gradients: the caller reports the step as skipped.
+        If the norm is infinite or NaN, it only clears the gradients, and the caller reports the step as skipped.
         """
         grads = [p.grad for p in self.masters.values() if p.grad is not None]
         norm = _global_norm(grads)
@@ -113,7 +113,7 @@ class Optimizer:
         return {f"{name}.{kind}": value for name, entry in flat.items() for kind, value in entry.items()}
 
     def _of(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
-        """The one that updates a parameter."""
+        """The optimizer that updates a parameter."""
         found = self._small if self._small is not None and parameter.dim() >= 2 else self._adam
         assert found is not None
         return found

@@ -61,7 +61,7 @@ def total_steps(lengths: Sequence[int], config: TrainConfig) -> int:
 
 
 def walk(lengths: Sequence[int], config: TrainConfig, start: Cursor, count: int) -> Iterator[tuple[Step, Cursor]]:
-    """`count` steps from `start` on, each with the cursor that follows it; runs on into further epochs as needed."""
+    """`count` steps from `start` on, each with the cursor that follows it; continues into further epochs as needed."""
     epoch, position = start.epoch, start.step_in_epoch
     while count > 0:
         steps = epoch_steps(lengths, config, epoch)

@@ -1,11 +1,11 @@
 """Metrics for other tools, besides a run's own events: TensorBoard and Weights & Biases, where they are installed.
 
-    tensorboard   event files in out/tensorboard/; from the first step of this process on, earlier ones are replaced
-    wandb         a run that goes on as the same one, by the id in out/wandb-id; project, host and mode are those of the
-                  environment (WANDB_PROJECT, WANDB_BASE_URL, WANDB_MODE), the project "fp8serve" where it names none
+    tensorboard   event files in out/tensorboard/; earlier metrics of the steps that this process takes are replaced
+    wandb         one run of wandb across restarts, by the id in out/wandb-id; project, host and mode come from the
+                  environment (WANDB_PROJECT, WANDB_BASE_URL, WANDB_MODE); the default project is "fp8serve"
 
-A tool that fails, because its disk is full or its server away, is left out from there on and the run says so: nothing
-it does ends a run or changes a bit of it.
+A tool that fails, for example because its disk is full or its server is down, gets no more metrics, and the run says
+so. A tool never ends a run or changes a bit of it.
 """
 
 import os
@@ -76,14 +76,14 @@ WRITERS: dict[ReportTool, Callable[["TrainConfig", int], Writer]] = {
 
 
 def check_installed(tools: Sequence[ReportTool]) -> None:
-    """MachineError names the first that is not."""
+    """MachineError names the first tool that is not installed."""
     for tool in tools:
         require_package(tool, f"Reporting to {tool} needs its package", "report_to")
 
 
 @contextmanager
 def reported(config: "TrainConfig", on_event: OnEvent) -> Iterator[OnEvent]:
-    """An `on_event` that also tells the tools that `config.report_to` names."""
+    """An `on_event` that also gives metrics to the tools in `config.report_to`."""
     if not config.report_to:
         yield on_event
         return
@@ -136,7 +136,7 @@ class _Report:
 
 
 def _wandb_id(out: Path) -> str:
-    """The same for all starts of a run."""
+    """The id of the run at wandb, the same for all its starts."""
     path = out / "wandb-id"
     if not path.exists():
         path.write_text(uuid.uuid4().hex, encoding="utf-8")

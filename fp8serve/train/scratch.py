@@ -1,8 +1,8 @@
-"""A small Llama-shaped model directory from nothing: a byte-pair tokenizer trained on the given texts, random weights.
+"""Writes a small Llama-shaped model: a byte-pair tokenizer trained on the given texts, and random weights.
 
-It is what the demonstration trains from its first step, and what tests use for a model: an ordinary Hugging Face
-directory (config, safetensors, tokenizer with a chat template) that every command takes like any other. Byte-level, so
-that every text can be encoded. Weights: normal with standard deviation 0.02, the layers that write to the residual
+The demonstration trains it from its first step, and tests use it as a model. It is an ordinary Hugging Face directory
+(config, safetensors, tokenizer with a chat template) that every command takes like any other. The tokenizer works on
+bytes, so every text can be encoded. Weights: normal with standard deviation 0.02, the layers that write to the residual
 stream scaled down by sqrt(2 * layers) as in GPT-2 (Radford et al. 2019, section 2.3), norms one.
 """
 
@@ -118,7 +118,7 @@ def _tokenizer_config(context: int) -> dict[str, Any]:
 
 
 def random_weights(directory: Path, seed: int) -> dict[str, Tensor]:
-    """BF16 weights for the config.json in `directory`, from a generator of their own."""
+    """BF16 weights for the config.json in `directory`, from their own random generator."""
     decoder = Decoder(read_config(directory), device="meta")
     generator = torch.Generator().manual_seed(seed)
     return {n: _random(n, p, decoder.config.num_layers, generator) for n, p in decoder.named_parameters()}

@@ -1,8 +1,8 @@
 """The metrics of a run as a series: one row for each step that was reported, as a table in CSV and as curves.
 
 A run's own log (`train.event_log`), a job's events and the answer of `GET /finetune/{id}/metrics` all hold these rows.
-A run that diverged went back to a checkpoint, and its log has steps twice; its series has each once.
-No torch here.
+If a run diverged and went back to a checkpoint, its log has some steps twice; its series has each step once. No torch
+here.
 """
 
 import csv
@@ -19,7 +19,7 @@ Metrics = Mapping[str, Any]
 Points = list[tuple[float, float]]
 FIRST = ("step", "total_steps", "epoch", "train_loss", "valid_loss", "learning_rate", "grad_norm", "trained_tokens",
          "tokens_per_second")  # fmt: skip
-"""The first columns of a table, which it has also where nothing was reported yet."""
+"""The first columns of a table, which are there even if nothing was reported yet."""
 NOT_MEASURED = frozenset({"id", "created_at", "type", "level", "message"})
 LOSSES = {"training": "train_loss", "validation": "valid_loss"}
 
@@ -38,8 +38,8 @@ def of_run(directory: Path) -> list[Metrics]:
 
 
 def as_it_stands(rows: Iterable[Metrics]) -> list[Metrics]:
-    """`rows`, oldest first, without those that a run took back when it took their steps again: each step once, the
-    later one, in order."""
+    """`rows`, oldest first, without those of steps that the run took again later: each step once, its latest row, in
+    order."""
     kept: list[Metrics] = []
     for row in rows:
         while kept and kept[-1]["step"] >= row["step"]:

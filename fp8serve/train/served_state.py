@@ -1,4 +1,4 @@
-"""A trainer's present model as a server would hold it: quantized with the scales of the coming step.
+"""A trainer's present model as a server would hold it: quantized with the scales of the next step.
 
 These are, bit for bit, the tensors that `export` writes and an engine loads; here they go from memory to memory
 (`Engine.load_weights`).

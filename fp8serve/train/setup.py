@@ -1,7 +1,7 @@
-"""Everything a run needs before its first step: rows, model, optimizer, from a base model or from a checkpoint.
+"""Everything that a run needs before its first step: rows, model and optimizer, from a base model or a checkpoint.
 
-A checkpoint is itself a model directory, so a resumed job needs nothing of the base model any more. A job that trains
-an adapter needs its base model.
+A checkpoint is itself a model directory, so a resumed job no longer needs the base model. A job that trains an adapter
+needs its base model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,10 +45,10 @@ ITEMS = ("items", "eval_items")
 
 @dataclass(frozen=True)
 class Setup:
-    """What stays the same (as an object) over a run.
+    """The objects that stay the same during a run.
 
-    items, eval_items: see `methods.interface`; what is learnt, and what is held out.
-    carry: writes the base model's small files into a directory. kept_linears: in high precision, as in the base model.
+    items, eval_items: what is learnt, and what is held out; see `methods.interface`. carry: writes the base model's
+    small files into a directory. kept_linears: those in high precision, as in the base model.
     """
 
     method: Method[Any]
@@ -63,30 +63,30 @@ class Setup:
     kept_linears: tuple[str, ...] = ()
 
     def begun(self, ranks: Ranks) -> "Setup":
-        """With items that know what the method has to know of the model as it is now."""
+        """A copy whose items hold what the method needs to know about the model as it is now."""
         items, eval_items = (self.method.begin(self.forward, found, ranks) for found in (self.items, self.eval_items))
         return replace(self, items=items, eval_items=eval_items)
 
     def kept(self) -> dict[str, Tensor]:
-        """What the items know, for a checkpoint: `items.` and `eval_items.` and the method's names."""
+        """What the items hold, for a checkpoint: tensors under `items.` or `eval_items.` and the method's names."""
         found = {name: self.method.keep(getattr(self, name)) for name in ITEMS}
         return {f"{name}.{key}": tensor for name, tensors in found.items() for key, tensor in tensors.items()}
 
     def recalled(self, kept: Mapping[str, Tensor]) -> "Setup":
-        """The reverse of `kept`. JobError when that is of other items."""
+        """The reverse of `kept`. JobError if `kept` belongs to other items."""
         items, eval_items = (self.method.recall(getattr(self, name), _below(name, kept)) for name in ITEMS)
         return replace(self, items=items, eval_items=eval_items)
 
 
 def _below(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those called `name.` and something, by that."""
+    """The tensors whose names begin with `name.`, by the rest of their names."""
     return {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}
 
 
 def prepare(config: TrainConfig, source: Path, on_event: OnEvent, ranks: Ranks = ALONE) -> Setup:
     """Load data and model; `source` is the base model or a checkpoint. Raises ModelError, DataError, JobError.
 
-    A checkpoint of an adapter is no model: there the base model is read again.
+    A checkpoint of an adapter is no model, so the base model is read again.
     """
     source = Path(config.model) if config.lora_rank else source
     check_format(config)
@@ -165,7 +165,7 @@ def report_data(report: RowCounts, on_event: OnEvent, lacks: str) -> None:
 
 
 def report_overlap(items: Sequence[Item], eval_items: Sequence[Item], on_event: OnEvent) -> None:
-    """Warn of validation by what is learnt, which cannot tell what a model knows from what it has by heart."""
+    """Warn if training rows are also validation rows, because their loss falls by memorisation alone."""
     learnt = {_content(item) for item in items} if eval_items else set()
     if both := sum(_content(item) in learnt for item in eval_items):
         text = f"{both} of {len(eval_items)} validation rows are training rows, too: their loss falls by memory alone"
@@ -177,7 +177,8 @@ def _content(item: Item) -> tuple[bytes, ...]:
 
 
 def report_rank(parameters: Mapping[str, nn.Parameter], rank: int, on_event: OnEvent) -> None:
-    """Warn of an adapter that has more rows than the change of a matrix can have rank."""
+    """Warn if the rank of an adapter is larger than the smaller side of a matrix, which bounds the rank of its
+    change."""
     shapes = {name.rpartition(".")[0]: [0, 0] for name in parameters}
     for name, parameter in parameters.items():
         layer, _, part = name.rpartition(".")
@@ -193,7 +194,7 @@ def report_rank(parameters: Mapping[str, nn.Parameter], rank: int, on_event: OnE
 
 
 def kept_linears(source: Path) -> tuple[str, ...]:
-    """The linears that an FP8 directory holds in high precision; a checkpoint says which those of its base model are.
+    """The linears that an FP8 directory holds in high precision; a checkpoint records those of its base model.
 
     A directory without FP8 weights keeps none, because no layers were chosen for it.
     """
@@ -210,7 +211,7 @@ def _decoder(source: Path, recipe: Recipe | None, kept: tuple[str, ...], config:
 
 
 def environment(config: TrainConfig) -> dict[str, Any]:
-    """What besides configuration and data decides the bits; a resume elsewhere is reported."""
+    """What decides the bits besides configuration and data. A run that resumes in another environment reports it."""
     return {
         "torch": torch.__version__,
         "fp8serve": __version__,

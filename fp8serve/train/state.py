@@ -23,7 +23,7 @@ from fp8serve.train.optimizer import Optimizer
 
 
 def states(forward: Forward) -> Iterator[tuple[str, ScalingState]]:
-    """(`P.input`, its state) for every FP8 layer P and each of its tensors; created where they are not yet."""
+    """(`P.input`, its state) for every FP8 layer P and each of its tensors; missing states are created."""
     if (rules := delayed(forward.recipe)) is not None:
         for name, module in forward.scaled():
             for kind, state in module.delayed_states(rules).items():
@@ -66,8 +66,8 @@ def seed_scaling(forward: Forward, model_dir: Path) -> int:
 
 
 def capture(forward: Forward, optimizer: Optimizer, method: dict[str, Tensor], meta: dict[str, object]) -> TrainState:
-    """The run's tensors as references, to be written before the next step; copies only of weights that files hold
-    transposed."""
+    """References to the run's tensors, to be written before the next step. Only weights that files hold transposed are
+    copied."""
     return TrainState(
         model=turned(optimizer.masters, transposed_linears(forward.network.decoder)),
         optimizer=optimizer.state(),

@@ -42,8 +42,8 @@ class _TargetLogProbs(torch.autograd.Function):
 
 
 def _pieces(logits: Tensor, temperature: float) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Rows of about LOGITS_AT_ONCE elements, in FP32 and divided by the temperature, and as much space. Both are memory
-    that the next rows are written to."""
+    """(rows, their logits in FP32 divided by the temperature, scratch memory of the same size), for pieces of about
+    LOGITS_AT_ONCE elements. The next piece overwrites both tensors."""
     size = max(1, LOGITS_AT_ONCE // max(1, logits.shape[1]))
     wide, spare = logits.new_empty(2, min(size, len(logits)), logits.shape[1], dtype=torch.float32)
     for start in range(0, len(logits), size):

@@ -1,13 +1,13 @@
-"""Tokenized data, kept beside a run, so that a run that goes on does not read and tokenize its files again.
+"""Tokenized data, kept in a run's directory, so that a resumed run does not read and tokenize its files again.
 
     out/tokenized/data.safetensors       ids int32 [T], loss bool [T]: all rows end to end; lengths int64 [items, rows
     out/tokenized/eval_data.safetensors  of an item]; kept uint8 [B] and kept_lengths int64 [items]: what the reader
                                          keeps of an item besides its rows
 
 A file is used only when its key is that of the run: a hash over the bytes of every data file, the tokenizer's files,
-the date that templates are told, the options that the reader looks at, and the programs that read, render and
-tokenize, this package's own source included. What the file holds is hashed as well. Any doubt, and the data are
-tokenized anew; so nothing a run computes depends on whether the directory is there, and it may be deleted.
+the date that templates are told, the options that the reader looks at, and the programs that read, render and tokenize,
+this package's own source included. The contents of the file are hashed as well. In any doubt the data are tokenized
+again, so the results of a run do not depend on this directory, and it may be deleted.
 """
 
 import hashlib
@@ -46,8 +46,8 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class TokenizedData:
-    """The data of a run. tokenizer: that of `source`, the base model's directory or a checkpoint's.
-    keeps: whether what was tokenized is written down; of several processes one does that.
+    """The data of a run. tokenizer: that of `source`, the base model's directory or a checkpoint's. keeps: whether
+    tokenized data are written; only one of several processes does that.
     """
 
     config: TrainConfig
@@ -60,7 +60,7 @@ class TokenizedData:
         """The items of the files that the field `name` of the configuration lists; see `load_items`."""
         paths: Sequence[str] = getattr(self.config, name)
         reader = reader_of(self.config)
-        if self.config.template_date is None:  # then templates are told the time, which is never the same
+        if self.config.template_date is None:  # then templates are told the current time, which always differs
             return load_items(reader, paths, self.tokenizer, self.config.seq_len)
         file = Path(self.config.out) / FOLDER / f"{name}.safetensors"
         key = self._key(paths, reader) if self.keeps or file.exists() else ""
@@ -84,10 +84,10 @@ class TokenizedData:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def _keep(self, file: Path, key: str, reader: Reader[Any, Any], items: Sequence[Any], counts: RowCounts) -> None:
-        """A disk that takes no more is a remark: the run goes on with what is in memory."""
+        """If the disk is full, the run says so and continues with what is in memory."""
         try:
             arrays = _packed(reader, items)
-        except TypeError:  # a value for a reward that JSON does not have
+        except TypeError:  # a value for the reward that JSON cannot hold
             return
         about = {"key": key, "content": _digest(arrays), "counts": vars(counts)}
         try:
@@ -148,7 +148,7 @@ def _write(file: Path, arrays: Arrays, about: Mapping[str, Any]) -> None:
         left.unlink()
     with whole_file(file) as new:
         new.touch()
-        mode = new.stat().st_mode & 0o777  # the library makes a file that only its owner reads
+        mode = new.stat().st_mode & 0o777  # the library makes a file that only its owner can read
         save_file(arrays, new, {"about": json.dumps(about, sort_keys=True)})
         new.chmod(mode)
 
@@ -179,7 +179,7 @@ def _digest_of_carried(path: Path) -> str:
 
 @cache
 def _programs() -> list[str]:
-    """Versions of what reads, renders and tokenizes, and a hash of our own modules that do."""
+    """Versions of the libraries that read, render and tokenize, and a hash of our own modules that do."""
     homes = [Path(str(package.__file__)).parent for package in (text, methods)]
     sources = sorted(path for home in homes for path in home.rglob("*.py"))
     code = hashlib.sha256(b"".join(path.read_bytes() for path in (*sources, Path(__file__), Path(data.__file__))))

@@ -9,21 +9,21 @@ kernels; a resume on a different machine works and says that the bits may differ
     out/model/                the result: FP8, servable, its scales those that training kept; or an adapter
     out/run.lock              held while a run lives: two cannot share a directory
 
-Several processes may take the steps of a run together (`Ranks`). All hold the model and compute the same; what they
-divide is the microbatches of a step (`train.gradients`), held-out rows and references. Rank 0 alone writes and tells,
-and what it finds on the disk it tells the others. The bytes do not depend on the number of processes, so a run may go
-on with another one.
+Several processes may take the steps of a run together (`Ranks`). All hold the whole model; they divide the microbatches
+of a step (`train.gradients`), held-out rows and references. Only rank 0 writes files, reports events, and tells the
+others what it finds on the disk. The bytes do not depend on the number of processes, so a run may continue with another
+number.
 
-What is minimised is the method's to say (`methods.interface`). With delayed scaling, a base model that brings no
-histories is first observed for one microbatch in high precision: no step is taken at scale 1. A gradient that is not
-finite is never applied: the step is skipped with an event, the moments stay, and ten in a row end the job. A run that
-ends worse than it began fails (`train.divergence`). With on_divergence="return" one that diverges goes back to its last
-good checkpoint and on with other scales (`train.fallback`): then every checkpoint is judged before it is written, and
-those of the multiples of `save_every` are where it may go back to. Other trouble is told (`train.health`).
+The method defines what is minimised (`methods.interface`). With delayed scaling, a base model that brings no histories
+is first observed for one microbatch in high precision: no step is taken at scale 1. A gradient that is not finite is
+never applied: the step is skipped with an event, the moments stay, and ten in a row end the job. A run that ends worse
+than it began fails (`train.divergence`). With on_divergence="return" one that diverges goes back to its last good
+checkpoint and on with other scales (`train.fallback`): then every checkpoint is judged before it is written, and the
+run may go back to those of the multiples of `save_every`. Other trouble is only reported (`train.health`).
 
-A run may be taken further by starting it again with more steps. Its learning rate then follows the longer schedule from
-there on, so it is not the run that had been told so from the start, and says so; the model of the earlier end is kept
-as `model-step-N`.
+A finished run continues if it is started again with more steps. From there on its learning rate follows the longer
+schedule, so the result differs from that of a run which had this length from the start; an event says so. The model of
+the earlier end is kept as `model-step-N`.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ MAX_SKIPPED_IN_A_ROW = 10
 
 @dataclass(frozen=True)
 class TrainResult:
-    """status "succeeded" (then `model` is the servable directory) or "stopped" (then starting again goes on)."""
+    """status "succeeded" (then `model` is the servable directory) or "stopped" (then another start continues)."""
 
     status: Literal["succeeded", "stopped"]
     step: int
@@ -159,15 +159,15 @@ def check_processes(config: TrainConfig, count: int) -> None:
     if count > config.accumulate:
         raise JobError(
             f"{count} processes divide the microbatches of a step, and it has {config.accumulate} (accumulate); use at "
-            f"most so many processes, or --accumulate {count} or more, with a smaller --batch-size for an equal step."
+            f"most that many processes, or --accumulate {count} or more, with a smaller --batch-size for an equal step."
         )
 
 
 class _Run:
-    """One run from wherever it stands to its end, or to where it goes back from.
+    """One run from wherever it stands to its end, or until it goes back.
 
-    returns: how often it went back so far, where that is not what its checkpoint says. `asked` is the job's own
-    configuration, `config` the one that it runs by.
+    returns: how often it has gone back, if its checkpoint does not say so yet. `asked` is the job's own configuration,
+    `config` the one that is in effect.
     """
 
     def __init__(self, config: TrainConfig, on_event: OnEvent, ranks: Ranks, returns: int | None = None) -> None:
@@ -207,7 +207,7 @@ class _Run:
         return int(read_json(self.latest / "trainer.json", JobError)["progress"].get("returns", 0))
 
     def _prepare(self) -> None:
-        """All that the first step needs of the disk."""
+        """Reads from the disk what the first step needs."""
         for tried in fallback.attempts(self.asked) if self._may_go_back else ():
             check_format(tried)
         self.setup: Setup = prepare(self.config, self.latest or Path(self.config.model), self.on_event, self.ranks)
@@ -233,7 +233,7 @@ class _Run:
         self._tell_changes(saved.meta)
         values = dict(saved.meta["progress"])
         before = fallback.attempt(self.asked, values.pop("returns", 0))  # an older version has none
-        if before != self.config:  # another try, which skips by itself
+        if before != self.config:  # another attempt, which counts its skipped steps from 0
             saved.scaling = fallback.rescaled(saved.scaling, before, self.config)
             values["skipped_in_a_row"] = 0
         state.restore(self.setup.forward, self.setup.optimizer, saved)
@@ -259,10 +259,10 @@ class _Run:
         self.on_event(events.message("scales_observed", text))
 
     def _begin(self) -> None:
-        """What the method has to know of the model before its first step."""
+        """Computes what the method needs to know about the model before its first step."""
         self.setup = self.setup.begun(self.ranks)
         if self.setup.kept():
-            text = f"What the model says of {len(self.setup.items)} items before its first step is the reference"
+            text = f"The reference: what the model computes for {len(self.setup.items)} items before its first step"
             self.on_event(events.message("reference", text))
 
     def _states(self) -> Iterator[tuple[str, ScalingState]]:
@@ -286,7 +286,7 @@ class _Run:
 
     def to_end(self, stop: Callable[[], bool]) -> TrainResult:
         if self.came_back:
-            self._go_back_if_diverged()  # a checkpoint that was written before anybody asked to go back
+            self._go_back_if_diverged()  # its checkpoint may be older than on_divergence="return"
         left = self.setup.total_steps - self.progress.step
         if left:
             source = self.latest or Path(self.config.model)
@@ -316,10 +316,11 @@ class _Run:
             raise DivergenceError(why)
 
     def go_back(self, why: str) -> int:
-        """Removes what was written since the last good checkpoint: the next run begins there. How often the run has
-        gone back then. JobError where nothing is left to be tried.
+        """Removes what was written since the last good checkpoint, where the next run begins. Returns how often the run
+        has gone back now. JobError when everything has been tried.
 
-        A run that had diverged already where it came back to takes the checkpoint before; that is the same return.
+        If the model had already diverged at that checkpoint, the run goes back to the one before it; this counts as the
+        same return.
         """
         tried = fallback.attempts(self.asked)
         returns = self.progress.returns + (self.progress.step > self.began or not self.came_back)
@@ -381,8 +382,8 @@ class _Run:
             self.health.step(self.progress.step, means[0])
 
     def _update(self, microbatches: Sequence[Sequence[Item]], rate: float) -> tuple[list[float], float]:
-        """All updates of a step: the means that it reports, and the norm of the last gradient. One that is not finite
-        ends them."""
+        """Makes all updates of a step; returns the means that the step reports, and the norm of the last gradient. A
+        norm that is not finite ends the updates."""
         method, forward, optimizer = self.setup.method, self.setup.forward, self.setup.optimizer
         seed, found, norm = f"{self.config.seed}:{self.progress.step}", list[list[float]](), 0.0
         while len(found) < method.updates and math.isfinite(norm):
@@ -394,7 +395,7 @@ class _Run:
         return [a if is_first else b for a, b, is_first in zip(found[0], found[-1], of_first, strict=True)], norm
 
     def _items(self, step: Step) -> list[list[Item]]:
-        """Of every microbatch of a step."""
+        """The items of every microbatch of a step."""
         return [[self.setup.items[i] for i in items] for items in step]
 
     def _skipped(self, norm: float) -> None:
@@ -439,7 +440,7 @@ class _Run:
         return held_out_metrics(setup.method, setup.forward, setup.eval_items, size, self.ranks)
 
     def _validate_first(self) -> None:
-        """What the model says of the held-out rows before any step: the run is judged by it at its end."""
+        """Validates before the first step; at its end the run is judged by this loss."""
         if self.setup.eval_items:
             loss = self.progress.held_out.first = self._validated()["valid_loss"]
             self.on_event(events.message("validated", f"Validation loss before the first step: {loss:.4f}", loss=loss))
@@ -448,7 +449,7 @@ class _Run:
         if self.latest is None or self.latest.name != f"step-{self.progress.step}":
             self.latest = self.ranks.by_first(self._written)
             self.saved_at = time.monotonic()
-        self.ranks.by_first(self._remove_old)  # also those that a run left which was killed after it had written
+        self.ranks.by_first(self._remove_old)  # also those left by a run that was killed after writing
 
     def _written(self) -> Path:
         meta = {
@@ -472,7 +473,7 @@ class _Run:
         checkpoint.keep_last(self.root, self.config.keep_last, needed)
 
     def _best_at(self, step: int) -> int | None:
-        """The step of the lowest validation loss when that checkpoint was written, where it is to be the result."""
+        """If the result is made of the best checkpoint: its step, as of the time when `step` was written."""
         if self.config.result != "best" or step == 0:
             return None
         saved = read_json(self.root / f"step-{step}" / "trainer.json", JobError)["progress"]["held_out"]["best_step"]
@@ -497,7 +498,7 @@ class _Run:
         return self._result("succeeded", str(model))
 
     def _chosen(self) -> Path:
-        """The checkpoint that the result is made of; it is what the model computes with from here on."""
+        """The checkpoint that the result is made of. From here on the model computes with its weights."""
         best = self.root / f"step-{self.progress.held_out.best_step}"
         if self.config.result == "last" or self.latest is None or best == self.latest:
             return self._newest()
@@ -509,7 +510,7 @@ class _Run:
         return best
 
     def _judge(self, chosen: Path) -> None:
-        """JobError, or a warning where the owner asked for the model all the same, when the run made it worse."""
+        """When the run made the model worse: JobError, or a warning if the job keeps the model all the same."""
         held_out = self.progress.held_out
         outcome = self._outcome(held_out.best if chosen != self.latest else held_out.last)
         if outcome.problem is None:
@@ -522,7 +523,7 @@ class _Run:
         self.on_event(events.message("diverged", outcome.problem, level="warn"))
 
     def _outcome(self, held_out_after: float | None) -> Outcome:
-        """How the model is now, beside how it was."""
+        """Compares the model now with the model before the run."""
         before, held_out_before = self.progress.first_loss, self.progress.held_out.first
         after, steps, skipped = self._first_loss(), self.progress.step, self.progress.skipped
         return Outcome(before, after, steps, skipped, held_out_before, held_out_after)

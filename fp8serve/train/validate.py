@@ -27,7 +27,7 @@ MAX_LISTED = 100  # bad lines described one by one
 
 @dataclass(frozen=True)
 class DataReport:
-    """What lies in the data of a job.
+    """What the data of a job contain.
 
     bad_lines: {"file", "line" (from 1, None for a whole file), "message"} of the first hundred; bad_line_count of all.
     data: counts as a run reports them. steps: optimizer steps of the job. longest_row and microbatch_tokens in tokens.
@@ -75,8 +75,8 @@ def read_files(config: TrainConfig, files: Sequence[str]) -> None:
 
 
 def some_rows(config: TrainConfig, files: Sequence[str], most: int) -> list[Row]:
-    """The first rows of files, of up to `most` tokens together; of a pair that of the better answer. Bad ones are
-    passed over, and no more is read than is needed."""
+    """The first rows of files, with at most `most` tokens together; of a pair, the row of the better answer. Bad rows
+    are skipped, and no more is read than is needed."""
     tokenizer, reader = Tokenizer.from_dir(config.model, config.today), reader_of(config)
     found: list[Row] = []
     for _, _, example in (e for name in files for e in _examples(reader, name)):
@@ -92,7 +92,7 @@ def some_rows(config: TrainConfig, files: Sequence[str], most: int) -> list[Row]
 
 
 def look_at_data(config: TrainConfig) -> DataReport:
-    """As `validate`, without the model's configuration: to read that one may take another process."""
+    """As `validate`, but without the model's configuration, because reading that may take another process."""
     tokenizer = Tokenizer.from_dir(config.model, config.today)
     items, report, bad = _good_items(config, tokenizer)
     lengths = [item.tokens for item in items]
@@ -133,7 +133,7 @@ _Found = tuple[str, int | None, Any]
 
 
 def _examples(reader: Reader[Any, Any], given: str) -> Iterator[_Found]:
-    """(file, line, example) with an error in the place of each example that is none."""
+    """(file, line, example), with an error in place of each row that is no example."""
     try:
         source = read_source(given)
         if isinstance(source, Rows):

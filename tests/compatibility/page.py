@@ -32,8 +32,8 @@ CHECKS = {
         "compressed-tensors, `fp8` and ModelOpt hold the same numbers, and are served with the same logits",
     ),
     "test_transformers_reads_what_is_written": (
-        "read by transformers",
-        "BF16 and compressed-tensors directories, with the same logits",
+        "read back",
+        "transformers reads the BF16 and compressed-tensors directories, and gives the same logits",
     ),
 }
 HEAD = """# Architectures
@@ -50,7 +50,7 @@ Outcomes = Mapping[tuple[str, str], bool]  # (test, name of the model) -> whethe
 
 def page(outcomes: Outcomes) -> str:
     """The whole text."""
-    titles = ["architecture", "`model_type`", "such as", "computed by", *(title for title, _ in CHECKS.values())]
+    titles = ["architecture, `model_type`", "such as", "computed by", *(title for title, _ in CHECKS.values())]
     rows = [titles, ["---"] * len(titles), *(_row(name, outcomes) for name in NAMES)]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     meanings = "\n".join(f"* **{title}**: {meaning}." for title, meaning in CHECKS.values())
@@ -60,7 +60,7 @@ def page(outcomes: Outcomes) -> str:
 def _row(name: str, outcomes: Outcomes) -> list[str]:
     cells = ["yes" if outcomes.get((check, name)) else "no" for check in CHECKS]
     by = "transformers" if name in BY_TRANSFORMERS else "fp8serve"
-    return [architecture(name), f"`{name}`", repository(name), by, *cells]
+    return [f"{architecture(name)}, `{name}`", repository(name), by, *cells]
 
 
 def complete() -> Outcomes:

@@ -1,7 +1,6 @@
-"""What a PromQL expression asks for: names of series, and labels. It reads what our files use of the language, no more.
-
-It is no parser: functions, operators and aggregations are known by where they stand. An expression that Prometheus
-would refuse may pass.
+"""What a PromQL expression asks for: names of series, and labels. It reads only the part of the language that our files
+use, and is no parser: it recognises functions, operators and aggregations by their position. An expression that
+Prometheus would refuse may pass.
 """
 
 import re

@@ -91,7 +91,7 @@ def test_a_parser_process_reads_pairs_as_the_front_does(served: tuple[Process, P
 
 
 def test_a_pair_that_is_too_long_is_cut_where_that_is_asked_for(served: tuple[Process, Path]) -> None:
-    """As tokenizers cuts it, which is what sentence-transformers asks for."""
+    """The pair cut by the library tokenizers, as sentence-transformers does."""
     server, folder = served
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     classifier = Classifier(folder, recipe="rowwise")

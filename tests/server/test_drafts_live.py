@@ -70,7 +70,7 @@ def test_answers_are_the_same_and_what_drafts_did_is_counted(home: Path, plain: 
 
 
 def refusal(home: Path, draft: Path) -> str:
-    """All that a server says which is started with such a draft model."""
+    """Everything that a server says when it is started with such a draft model."""
     given = ["--recipe", "rowwise", "--port", "0", "--data-dir", str(home / "refused"), "--draft-model", str(draft)]
     command = [sys.executable, "-m", "fp8serve.cli", "serve", str(home / "model"), *given]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT, check=False)

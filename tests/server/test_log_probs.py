@@ -1,5 +1,5 @@
 """Log-probabilities over HTTP are those of training, to the last bit: every recipe, and every way in which a server can
-come to one."""
+compute one."""
 
 import random
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ the other recipes."""
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sizes of which no tile is a divisor; layers see 40 tokens, fewer than a row has."""
+    """Sizes that are multiples of no tile; layers see 40 tokens, fewer than a row has."""
     path = tmp_path_factory.mktemp("log-probs") / "delayed"
     sizes = {"hidden_size": 96, "intermediate_size": 200, "num_attention_heads": 4, "num_key_value_heads": 2}
     write_model(path, "mistral", head_dim=40, sliding_window=40, **sizes)

@@ -1,4 +1,4 @@
-"""What the dashboard and the alerts ask for, against /metrics of a live server through whose every case we went.
+"""What the dashboard and the alerts ask for, compared with /metrics of a live server that went through every case.
 
 Names of series, labels that are matched or grouped by, and labels in legends and annotations are checked panel by
 panel; that Prometheus takes an expression's syntax is not (promql.py).

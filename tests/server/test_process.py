@@ -39,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 
 
 def raw(port: int, data: bytes) -> bytes:
-    """The beginning of what comes back; empty when the server closes the connection without a word."""
+    """The beginning of the response; empty if the server closes the connection without one."""
     with socket.create_connection(("127.0.0.1", port), PATIENCE) as connection:
         connection.sendall(data)
         return connection.recv(65536)

@@ -61,7 +61,7 @@ def rolled(source: Path, **options: Any) -> Engine:
 
 
 def check_same(engine: Engine, out: Path, tmp_path: Path) -> None:
-    """`out` answers as `engine`, and its scales would go on moving from where they are."""
+    """`out` answers like `engine`, and its scales would continue to move from where they are."""
     again = Engine(out)
     assert [r["scale"] for r in again.scales()] == [r["scale"] for r in engine.scales()]
     assert answers(again) == answers(engine)

@@ -47,7 +47,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def claim_a_huge_tensor(file: Path) -> None:
-    """Its header then names 8 TiB of BF16, and the file is as long, but sparse."""
+    """Afterwards its header names 8 TiB of BF16, and the file is that long, but sparse."""
     content = file.read_bytes()
     begin = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:begin])

@@ -1,6 +1,6 @@
 """Twenty activations on a real server with real engines while clients stream and complete; five are of spoiled weights.
 
-No request fails, and every answer is, to the letter, that of the one version that it names.
+No request fails, and every answer is exactly that of the version that it names.
 """
 
 import concurrent.futures
@@ -88,7 +88,7 @@ def missing(weights: Weights) -> None:
 
 
 def another_models(weights: Weights) -> None:
-    """Finite, of the same shapes, and of no use: large random embeddings, which are the head's, too."""
+    """Finite weights of the right shapes, but useless: large random embeddings, which are also the head."""
     generator = torch.Generator().manual_seed(1)
     drawn = torch.randn(weights["model.embed_tokens.weight"].shape, generator=generator)
     weights["model.embed_tokens.weight"] = (5 * drawn).to(weights["model.embed_tokens.weight"].dtype)
@@ -104,7 +104,7 @@ CUT = "is not a whole safetensors file"
 
 
 def spoiled(server: Process, place: Path, job: str) -> dict[str, str]:
-    """Checkpoints of the job whose models are spoiled on the disk, and what is said of each."""
+    """Checkpoints of the job whose models are spoiled on the disk, with the message that each must cause."""
     served = place / "data" / "jobs" / job / "served"
     said = {}
     for step, (spoil, says) in enumerate([*SPOILERS.items(), (None, CUT)], 1):

@@ -1,6 +1,4 @@
-"""No body makes a 5xx, every refusal is small, names its field in the right shape, and repeats nothing of what was
-sent.
-"""
+"""No body causes a 5xx. A refusal is small, names its field in the right shape, and repeats nothing that was sent."""
 
 import json
 import re

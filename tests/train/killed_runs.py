@@ -154,7 +154,7 @@ def dying_rank(arguments: list[str]) -> int:
 
 
 def unequal(one: Path, two: Path) -> list[str]:
-    """Files of two jobs that differ, but for those that say when and by which process."""
+    """The files in which two jobs differ, except those that record times and processes."""
     files = [{p.relative_to(root): p.read_bytes() for p in root.rglob("*") if p.is_file()} for root in (one, two)]
     times = {"events.jsonl", "result.json", "worker.lock"}
     differing = {n for n in files[0].keys() | files[1].keys() if files[0].get(n) != files[1].get(n)}

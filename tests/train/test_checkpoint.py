@@ -112,7 +112,7 @@ def test_sweep_removes_unfinished_directories_and_nothing_else(tmp_path: Path) -
 
 
 class Dead(BaseException):
-    """Stands for a kill: nothing in the product may catch it and carry on."""
+    """Stands for a kill: no code of the product may catch it and continue."""
 
 
 CALLS = ("fsync", "rename")

@@ -1,4 +1,4 @@
-"""The job description: its refusals, and that its JSON has everything."""
+"""The job description: what it refuses, and its JSON, which holds everything."""
 
 import json
 import subprocess
@@ -82,8 +82,8 @@ def test_recipe_options_make_the_recipe() -> None:
         ("[]", "JSON object"),
         (json.dumps({**REQUIRED, "learning_rate": 1}), "'learning_rate'"),
         ('{"model": "m"}', "'data'"),
-        (json.dumps({**REQUIRED, "data": ["-"]}), r"standard input \('-'\) will not do; name a file"),
-        (json.dumps({**REQUIRED, "eval_data": ["a.txt", "-"]}), r"standard input \('-'\) will not do"),
+        (json.dumps({**REQUIRED, "data": ["-"]}), r"standard input \('-'\) cannot be used; name a file"),
+        (json.dumps({**REQUIRED, "eval_data": ["a.txt", "-"]}), r"standard input \('-'\) cannot be used"),
     ],
 )
 def test_json_that_is_no_job_is_refused(text: str, says: str) -> None:

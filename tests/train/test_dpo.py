@@ -170,7 +170,7 @@ def test_without_a_reference_nothing_is_kept(dpo: Configure) -> None:
 def test_other_held_out_pairs_have_no_reference_once_a_run_has_begun(dpo: Configure, tmp_path: Path) -> None:
     first, second = (write_lines(tmp_path / f"{i}.jsonl", PAIRS[i : i + 3]) for i in (3, 6))
     Trainer(dpo(max_steps=2, eval_data=[str(first)], on_divergence="keep")).run()
-    with pytest.raises(JobError, match="reference of other pairs than the data are"):
+    with pytest.raises(JobError, match="a reference for other pairs than the data hold"):
         Trainer(dpo(max_steps=3, eval_data=[str(second)], on_divergence="keep")).run()
     assert Trainer(dpo(max_steps=3)).run().step == 3
 
@@ -264,7 +264,7 @@ def test_a_dry_run_lists_bad_rows_and_counts_what_teaches_nothing(dpo: Configure
     prose = tmp_path / "prose.txt"
     prose.write_text("Nobody prefers this.")
     (bad,) = validate(dpo(data=[str(prose)])).bad_lines
-    assert "is prose, which prefers nothing" in bad["message"]
+    assert "is prose, which holds no pairs" in bad["message"]
 
 
 @pytest.mark.parametrize(
@@ -273,8 +273,8 @@ def test_a_dry_run_lists_bad_rows_and_counts_what_teaches_nothing(dpo: Configure
         ({"method": "sft", "beta": 0.1}, "beta is an option of the method dpo or grpo; give method dpo or grpo, too"),
         ({"method": "sft", "reference_free": True}, "reference_free is an option of the method dpo"),
         ({"method": "ppo"}, "method must be 'sft', 'dpo' or 'grpo'"),
-        ({"simpo_gamma": 0.5}, "simpo_gamma is the loss simpo's"),
-        ({"loss_type": "ipo", "label_smoothing": 0.1}, "label_smoothing has no place in the loss ipo"),
+        ({"simpo_gamma": 0.5}, "simpo_gamma belongs to the loss simpo, not to sigmoid"),
+        ({"loss_type": "ipo", "label_smoothing": 0.1}, "The loss ipo takes no label_smoothing"),
         ({"loss_type": "simpo", "ld_alpha": 0.5}, "ld_alpha weighs sums of tokens, and simpo compares means"),
         ({"beta": 0.0}, "beta must be greater than 0"),
     ],

@@ -1,4 +1,4 @@
-"""Runs that validate: they end when it gets no better, and give the best model that they had."""
+"""Runs that validate: they end when the loss no longer improves, and give the best model that they had."""
 
 import json
 from pathlib import Path

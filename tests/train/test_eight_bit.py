@@ -1,4 +1,4 @@
-"""Optimizer states of 8 bits: how small they are, that a run learns with them, and goes on with the same bytes."""
+"""Optimizer states of 8 bits: they are small, a run learns with them, and a resumed run has the same bytes."""
 
 import dataclasses
 from importlib.util import find_spec

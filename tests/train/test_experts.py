@@ -96,7 +96,7 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "rowwise", "block"])
 def test_a_training_step_follows_transformers(mixture: Path, recipe: str) -> None:
-    """Loss and gradients of one step in FP8 against those of transformers in FP32."""
+    """Compares loss and gradients of one step in FP8 with those of transformers in FP32."""
     theirs: Any = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32, experts_implementation="eager")
     rows = row(1, 90)
     ids = torch.from_numpy(rows.ids.astype("int64"))
@@ -126,7 +126,7 @@ def test_a_training_step_follows_transformers(mixture: Path, recipe: str) -> Non
 
 
 def starved(decoder: torch.nn.Module, expert: int) -> Experts:
-    """Those of the first mixture, whose router never chooses this one."""
+    """The experts of the first mixture; its router never chooses this one."""
     name, found = next(iter(mixtures(decoder).items()))
     router: Any = decoder.get_submodule(f"{name}.gate").weight
     with torch.no_grad():

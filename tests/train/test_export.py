@@ -40,7 +40,7 @@ def trained(configure: Configure, **values: Any) -> tuple[TrainResult, Setup]:
 
 
 def served(model: str | None, rows: Sequence[Row], **options: Any) -> Tensor:
-    """FP32 [P]: of the rows' targets, as an engine returns them that takes prompts 16 tokens at a time."""
+    """FP32 [P]: the log-probabilities of the rows' targets from an engine that takes prompts 16 tokens at a time."""
     assert model is not None
     engine = Engine(model, max_batch_tokens=16, max_num_seqs=4, block_size=4, **options)
     assert engine.info()["log_probs_as_trained"]
@@ -157,7 +157,7 @@ def test_a_damaged_checkpoint_or_a_taken_directory_writes_nothing(configure: Con
 
 
 def test_training_goes_on_from_what_was_served(configure: Configure, tmp_path: Path) -> None:
-    """An FP8 directory as base: dequantized masters, and scales and histories that were kept, not scale 1."""
+    """An FP8 directory as base: masters are dequantized, and scales and histories are kept instead of scale 1."""
     first, _ = trained(configure, max_steps=6)
     assert first.model is not None
     events: list[dict[str, Any]] = []

@@ -1,4 +1,5 @@
-"""A run that diverges goes back to its last good checkpoint, and on with a larger margin or with current scaling."""
+"""A run that diverges goes back to its last good checkpoint, and continues with a larger margin or with current
+scaling."""
 
 import json
 from pathlib import Path
@@ -56,7 +57,7 @@ def test_it_tries_a_larger_margin_then_current_scaling(configure: Configure, spo
 def test_what_it_goes_back_to_is_what_it_was_apart_from_the_margin(
     configure: Configure, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The same steps as a run that had the larger margin from that checkpoint on; scales have it at once."""
+    """It takes the same steps as a run with the larger margin from that checkpoint on; the scales change at once."""
     monkeypatch.setattr("tests.train.spoiled.WHEN", {0: 5})
     monkeypatch.setattr(trainer, "accumulate", spoiled)
     config = configure(**RETURN)
@@ -138,7 +139,7 @@ def test_gradients_that_are_not_finite_make_it_go_back(configure: Configure, mon
 
 
 def test_a_job_that_failed_may_be_told_to_go_back(configure: Configure, spoils: None) -> None:
-    """Its checkpoints were not judged: those that are bad are passed over."""
+    """Its checkpoints were not judged when they were written: bad ones are skipped."""
     with pytest.raises(JobError, match="Training diverged"):
         Trainer(configure(**{**RETURN, "on_divergence": "fail", "keep_last": 9})).run()
     events: list[dict[str, Any]] = []

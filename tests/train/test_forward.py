@@ -42,7 +42,7 @@ WITH_ATTENTION = [replace(SHORT, fp8_dpa=True), replace(SHORT, fp8_mha=True)]
     ids=["delayed", "dpa", "mha", "rowwise", "block", "bf16"],
 )
 def forward(request: pytest.FixtureRequest, model_dir: Path) -> Forward:
-    """Delayed after one step, so that its scales are real ones; not `current`, whose one scale spans the batch."""
+    """Recipes; delayed after one step, so that its scales are not 1. Not `current`, whose one scale spans the batch."""
     forward = make(model_dir, request.param)[1]
     forward.logits(collate([row(9, 20)], "cpu")).sum().backward()  # type: ignore[no-untyped-call]
     return forward

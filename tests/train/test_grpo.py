@@ -155,7 +155,7 @@ def test_it_learns_what_is_rewarded(grpo: Configure) -> None:
 @exact
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])
 def test_a_hundred_steps_of_ratios_that_are_one(grpo: Configure, recipe: str) -> None:
-    """The first update of each step compares the trainer's log-probabilities with those that the engine drew by."""
+    """The first update of each step compares the trainer's log-probabilities with those by which the engine drew."""
     found = metrics_of(grpo(recipe=recipe, max_steps=100, num_generations=2, max_completion_length=4, lr=3e-3))
     assert len(found) == 100
     assert {m[APART] for m in found} == {0.0}
@@ -231,7 +231,7 @@ def test_killed_and_resumed_is_the_same_directory(tmp_path: Path, grpo: Configur
 def test_a_run_whose_reference_is_gone(grpo: Configure, tmp_path: Path) -> None:
     Trainer(grpo(beta=0.1, save_every=1)).run(stop=after(2))
     (tmp_path / "out" / "reference.safetensors").unlink()
-    with pytest.raises(JobError, match="is gone, the model that the run began with"):
+    with pytest.raises(JobError, match="the model that the run began with, is gone"):
         Trainer(grpo(beta=0.1, save_every=1)).run()
 
 
@@ -271,7 +271,7 @@ def test_a_reward_that_fails_is_one_sentence(grpo: Configure, tmp_path: Path, co
 
 
 def test_a_reward_that_hangs(tmp_path: Path) -> None:
-    """Its process, which takes no notice of signals that could be caught, is gone."""
+    """Its process is gone, although it ignores every signal that can be caught."""
     file = tmp_path / "hangs.py"
     file.write_text("import signal, time\nsignal.signal(15, signal.SIG_IGN)\ndef reward(p, c, r): time.sleep(1e6)")
     grader = FileGrader(file, PATIENCE)
@@ -282,7 +282,7 @@ def test_a_reward_that_hangs(tmp_path: Path) -> None:
 
 
 def test_what_a_reward_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Its output is not an answer, and it imports modules beside it."""
+    """What it prints is not taken for an answer, and it can import modules beside it."""
     (tmp_path / "beside.py").write_text("FACTOR = 2")
     file = tmp_path / "told.py"
     file.write_text(
@@ -414,7 +414,7 @@ def test_a_dry_run_lists_bad_rows_and_drops_prompts_without_room(grpo: Configure
     assert (report.data.rows, report.data.dropped_rows) == (1, 1)
     prose = tmp_path / "prose.txt"
     prose.write_text("Nobody asks this.")
-    with pytest.raises(DataError, match="is prose, which asks nothing"):
+    with pytest.raises(DataError, match="is prose, which holds no prompts"):
         read_prompts(prose)
 
 

@@ -1,4 +1,4 @@
-"""What a run says of single steps that go wrong, and that it says nothing of those that do not."""
+"""A run reports single steps that go wrong, and says nothing about the others."""
 
 from typing import Any
 

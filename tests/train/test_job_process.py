@@ -1,4 +1,4 @@
-"""A job's process: its files, its exit status, and that no kill changes a bit of the result."""
+"""A job's process: its files and its exit status; a kill changes no bit of the result."""
 
 import fcntl
 import json

@@ -95,11 +95,11 @@ def test_another_base_is_another_job(lora: Configure, model_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"lora_rank": None, "dora": True}, "dora is an adapter's; give lora_rank, too"),
+        ({"lora_rank": None, "dora": True}, "dora is an option of an adapter; give lora_rank, too"),
         ({"lora_rank": 0}, "lora_rank must be greater than or equal to 1"),
-        ({"master_weights": "optimizer"}, "master_weights is of a model's own training"),
-        ({"amax_history_len": 16}, "amax_history_len is of a model's own training"),
-        ({"recipe_options": {"margin": 1}}, "recipe_options is of a model's own training"),
+        ({"master_weights": "optimizer"}, "master_weights is for training the model's own weights"),
+        ({"amax_history_len": 16}, "amax_history_len is for training the model's own weights"),
+        ({"recipe_options": {"margin": 1}}, "recipe_options is for training the model's own weights"),
         (
             {"lora_targets": ["lm_head"]},
             "No linear layer is called 'lm_head'; those that can have an adapter are q_proj",
@@ -118,7 +118,7 @@ def test_a_base_without_scales_is_refused(lora: Configure, model_dir: Path) -> N
 
 
 def peft_directory(folder: Path, *, rank: int = 2, part: str = "", **changes: Any) -> Path:
-    """What peft writes of an adapter of one projection of the tiny model; a value of None takes a field away."""
+    """What peft writes for an adapter of one projection of the tiny model; a value of None removes a field."""
     folder.mkdir()
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "bias": "none", "target_modules": ["q_proj"]} | changes
     (folder / "adapter_config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))

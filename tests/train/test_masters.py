@@ -1,5 +1,5 @@
-"""The two places for FP32 master weights walk one trajectory, but for one thing: where the model holds BF16, an FP8
-layer quantizes the weight's BF16 rounding and not the master itself. Take that away and the bits are equal."""
+"""Both places for FP32 master weights give the same training, with one exception: if the model holds BF16, an FP8 layer
+quantizes the weight rounded to BF16 and not the master itself. Without this rounding the bits are equal."""
 
 from pathlib import Path
 from typing import Any

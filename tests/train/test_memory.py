@@ -1,4 +1,4 @@
-"""The plan of a job counts the parameters of every family, and foresees what training takes."""
+"""The plan of a job counts the parameters of every family, and predicts the memory that training takes."""
 
 from pathlib import Path
 from typing import Any

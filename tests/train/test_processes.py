@@ -1,4 +1,5 @@
-"""Several processes take the steps of a run together: the bytes of one process, whatever ends any of them."""
+"""Several processes take the steps of a run together: the result has the bytes of one process, however any of them
+ends."""
 
 import dataclasses
 import json
@@ -179,7 +180,7 @@ def test_the_ranks_die_with_the_process_that_started_them(tmp_path: Path, config
 
 
 def is_rank(pid: int) -> bool:
-    """Whether it still runs: the command line of one that has ended is empty."""
+    """Whether the process still runs: after its end the command line is empty."""
     try:
         return b"fp8serve.train.group" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except FileNotFoundError:
@@ -187,7 +188,7 @@ def is_rank(pid: int) -> bool:
 
 
 def run_whole(tmp_path: Path, configure: Configure, **options: Any) -> tuple[Path, Path]:
-    """A directory that one process has made undisturbed, and the same job, not yet begun, at the same place."""
+    """The directory that one undisturbed process has made, and the same job, not begun yet, in the same place."""
     job = make_job(tmp_path / "job", configure, **SHARED | options)
     described = (job / "job.json").read_bytes()
     process = start(job)
@@ -206,7 +207,7 @@ def assert_same(whole: Path, killed: Path) -> None:
 
 @pytest.mark.slow
 def test_processes_killed_at_random_write_the_directory_of_one(tmp_path: Path, configure: Configure) -> None:
-    """Now a rank, which the group survives, now the process that holds it together."""
+    """Kills a rank, which the group survives, or the process that holds the group together."""
     whole, job = run_whole(tmp_path, configure, max_steps=12, save_every=2, keep_last=2)
     assert finish(job, "group", "5") >= 2
     assert_same(whole, job)

@@ -62,7 +62,7 @@ def test_the_same_gradients_in_every_kind_of_layer(tmp_path: Path, family: str, 
 
 
 def gradients(model: Path, recipe: str, recompute: bool) -> dict[str, Tensor]:
-    """Of the second of two steps; and the scaling state that these leave."""
+    """The result of the second of two steps, and the scaling state after both."""
     decoder = load_trainable(model)
     convert(decoder)
     made = DelayedScaling(amax_history_len=4) if recipe == "delayed" else from_name(recipe)
@@ -85,7 +85,7 @@ def test_activations_are_not_kept(model_dir: Path) -> None:
 
 
 def saved_bytes(model: Path, batch: Any, recompute: bool) -> int:
-    """Of what the graph of the loss holds beyond the parameters, between the forward and the backward pass."""
+    """The bytes that the graph of the loss holds, besides the parameters, between the forward and the backward pass."""
     decoder = load_trainable(model)
     forward = Forward(decoder, None, recompute=recompute)
     own = {p.data_ptr() for p in decoder.parameters()}

@@ -1,4 +1,4 @@
-"""Metrics for TensorBoard and Weights & Biases: what they get, and that they cannot end a run."""
+"""Metrics for TensorBoard and Weights & Biases: what they get; they cannot end a run."""
 
 import math
 import sys
@@ -23,7 +23,7 @@ Calls = list[tuple[Any, ...]]
 
 @pytest.fixture
 def tools(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Stand-ins for both packages, which are large; what they were told."""
+    """Stand-ins for both packages, which are large; they record what they are told."""
     calls: Calls = []
 
     class SummaryWriter:

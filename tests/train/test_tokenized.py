@@ -66,7 +66,7 @@ def test_a_run_that_goes_on_does_not_tokenize_again_and_has_the_same_bytes(
     config = configure(**options)
 
     def stop_and_go_on(name: str, forget: bool) -> dict[str, str]:
-        """All files of a run in the same place, which went on at step 2, with its tokenized data or without."""
+        """All files of a run in the same place that was resumed at step 2, with its tokenized data or without."""
         assert Trainer(config).run(stop=after(2)).status == "stopped"
         if forget:
             shutil.rmtree(Path(config.out) / "tokenized")

@@ -213,7 +213,7 @@ def test_a_resume_on_another_machine_says_so(configure: Configure, monkeypatch: 
 
 
 def test_no_step_is_taken_at_scale_one(configure: Configure) -> None:
-    """A base model without histories is observed first, gradients too; one with all of them is not."""
+    """A base model without histories is observed first, with its gradients; one that has all histories is not."""
     events: list[dict[str, Any]] = []
     first = Trainer(configure(max_steps=1)).run(events.append)
     assert [e["code"] for e in events if e["type"] == "message"] == ["data", "scales_observed", "exported"]

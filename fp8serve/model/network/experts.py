@@ -114,7 +114,7 @@ class Experts(nn.ModuleList):
         return _add_weighted(said, places, weights)  # type: ignore[no-any-return]
 
     def _by_chosen(self, x: Tensor, tokens: Tensor, offsets: Tensor, stacks: tuple[Stacked, Stacked] | None) -> Tensor:
-        """[T * k, hidden]: what each token's experts say, expert by expert."""
+        """[T * k, hidden]: the outputs of each token's experts, sorted by expert."""
         rows = x.index_select(0, tokens)
         if stacks is not None:
             gate_up = stacks[0](rows, offsets)

@@ -1,7 +1,7 @@
 """Reading the small files of a model directory and writing a directory whole or not at all.
 
 Files come from strangers: only regular ones of a bounded size are read, so that a FIFO, a device or a sparse file of a
-terabyte gives an error message, and not a process that hangs or is killed for its memory.
+terabyte gives an error message instead of a process that hangs or is killed for its memory.
 
 A directory is written into a hidden sibling of its final name, every file is fsynced, the directory too, then one
 `rename` puts it in place and the parent is fsynced: after a crash or a full disk either the whole directory is there
@@ -33,7 +33,7 @@ def present(path: Path) -> bool:
 
 
 def open_file(path: Path, limit: int, error: type[Fp8ServeError] = TakenError) -> BinaryIO:
-    """A regular file of at most `limit` bytes, open for reading; anything else is an `error`, and at once."""
+    """A regular file of at most `limit` bytes, open for reading; anything else is an immediate `error`."""
     try:
         # a FIFO without a writer opens, too
         file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")

@@ -1,4 +1,4 @@
-"""Whether all numbers of a directory's safetensors files are finite; by their bits, so that no torch is needed."""
+"""Whether all numbers in a directory's safetensors files are finite: a check of their bits, which needs no torch."""
 
 import mmap
 from pathlib import Path
@@ -10,7 +10,7 @@ from fp8serve.errors import ModelError
 from fp8serve.model.storage.headers import header_json
 
 CHUNK = 1 << 22  # numbers at once
-_EXPONENTS: dict[str, tuple[type[np.unsignedinteger], int]] = {  # of the type, all bits that only NaN and infinity set
+_EXPONENTS: dict[str, tuple[type[np.unsignedinteger], int]] = {  # exponent bits: only NaN and infinity set all
     "F64": (np.uint64, 0x7FF0_0000_0000_0000),
     "F32": (np.uint32, 0x7F80_0000),
     "F16": (np.uint16, 0x7C00),

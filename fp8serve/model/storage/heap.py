@@ -1,8 +1,8 @@
 """Freed memory returned to the operating system.
 
 glibc keeps a freed block that lies below one in use. A calibration frees matrices of all sizes between small tensors
-that stay, so layer after layer its heap would grow by about what a layer's weights take; and experts' weights that are
-stacked would leave as much behind as the stacks take.
+that stay, so with every layer its heap would grow by about the size of the layer's weights. Stacking experts' weights
+would leave as much unused memory behind as the stacks take.
 """
 
 import ctypes

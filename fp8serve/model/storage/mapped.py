@@ -1,7 +1,7 @@
 """Files as tensors: mapped, read when touched, and released again.
 
-A page that was read stays in this process's memory as long as the mapping lives, that is, as long as any tensor of the
-file. After copying a tensor elsewhere, call `release_pages`.
+A page that was read stays in this process's memory as long as the mapping lives, that is, until the last tensor of the
+file is gone. After copying a tensor elsewhere, call `release_pages`.
 """
 
 import mmap

@@ -1,9 +1,8 @@
-"""The checkpoints of a job: which there are, what each is called, and the model that is made of one when it is asked
-for.
+"""The checkpoints of a job: which there are, their names, and the model that is made of one on request.
 
-A checkpoint is called as the job, or as its result, with `:ckpt-step-N` behind it, OpenAI's way. To be served, or to be
-trained on, it becomes a model directory as the job's result is one, in JOB_DIR/served/step-N, which stays until the job
-is deleted. That takes torch, which the server's process does not load, and is another process's work.
+As at OpenAI, a checkpoint's name is that of the job, or of its result, followed by `:ckpt-step-N`. Before it can be
+served or trained on, it is exported to a model directory like the job's result, JOB_DIR/served/step-N, which stays
+until the job is deleted. The export needs torch, which the server's process does not load, so another process does it.
 """
 
 import re
@@ -22,7 +21,7 @@ EXPORT = (sys.executable, "-P", "-m", "fp8serve.train.export")
 
 
 def checkpoint_name(of: str, step: int) -> str:
-    """Of a checkpoint of the job, or result, that is called `of`."""
+    """The name of a checkpoint; `of` is the id of its job, or the name of the job's result."""
     return f"{of}:ckpt-step-{step}"
 
 
@@ -33,7 +32,7 @@ def parsed(name: str) -> tuple[str, int] | None:
 
 
 def job_of(key: str) -> str:
-    """The job's id in the key of a source, which is that of a job or of a checkpoint."""
+    """The job's id in the key of a source, which names a job or a checkpoint."""
     found = parsed(key)
     return key if found is None else found[0]
 
@@ -52,7 +51,7 @@ def checkpoint_metrics(item: Event) -> dict[str, Any]:
 
 
 def checkpoint_model(store: JobStore, runner: JobRunner, job: Job, step: int) -> Path:
-    """The model directory of a checkpoint; made now, where it was not before. Blocks.
+    """The model directory of a checkpoint, which is made now if it does not exist yet. Blocks.
 
     Fault 409: there is no such checkpoint, or no model can be made of it.
     """
@@ -66,7 +65,7 @@ def checkpoint_model(store: JobStore, runner: JobRunner, job: Job, step: int) ->
 
 
 def source_key(store: JobStore, runner: JobRunner, job: Job, step: int | None) -> str:
-    """Of the job's result, where that is what `step` asks for, or of a checkpoint."""
+    """The key of the job's result if `step` is None or the step of the result, otherwise of the checkpoint."""
     last = next((int(item.data["step"]) for item in written_checkpoints(store, runner, job)), None)
     is_result = job.status == "succeeded" and step == last and job.config.get("result", "last") == "last"
     return job.id if step is None or is_result else checkpoint_name(job.id, step)
@@ -78,6 +77,6 @@ def _folder(runner: JobRunner, job: Job, step: int) -> Path:
 
 def _export(checkpoint: Path, out: Path) -> None:
     done = subprocess.run([*EXPORT, str(checkpoint), str(out)], capture_output=True, text=True, check=False)
-    if done.returncode and not out.is_dir():  # another request may have been quicker
+    if done.returncode and not out.is_dir():  # another request may have made it meanwhile
         said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise Fault(Code.JOB_STATE, f"No model can be made of the checkpoint: {safe_text(said)}")

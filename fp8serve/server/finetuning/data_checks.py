@@ -1,7 +1,7 @@
-"""Whether the data of a job can be trained on, by the same code that calibration and the trainer use.
+"""Checks whether a job can train on its data, with the same code that calibration and the trainer use.
 
-Short files are looked at in a thread of the front, longer ones in a parser process. Only the front asks for the model's
-configuration: for one that transformers computes another process tells it, which has no place within a parser's limits.
+Short files are read in a thread of the front, longer ones in a parser process. Only the front asks for the model's
+configuration: if transformers computes the model, reading it takes a further process, which a parser's limits forbid.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ async def check_data(parser: RequestParser, body: FinetuneBody, config: TrainCon
 
 
 async def public_report(parser: RequestParser, config: TrainConfig) -> dict[str, Any]:
-    """ValidationReport as plain data, without places on our disk."""
+    """ValidationReport as plain data, without paths on the server's disk."""
     report = await _report(parser, config)
     bad_lines = [{"line": bad["line"], "message": safe_text(bad["message"])} for bad in report["bad_lines"]]
     memory = await asyncio.to_thread(_memory, config, report)
@@ -51,8 +51,8 @@ async def public_report(parser: RequestParser, config: TrainConfig) -> dict[str,
 
 
 async def measured_rows(parser: RequestParser, config: TrainConfig) -> list[MeasuredRow]:
-    """By which a job's result is compared with what serves: its held-out rows, or of a job without any, rows that it
-    learnt; none where they cannot be read. Prompts without an answer count whole."""
+    """The rows by which a job's result is compared with what serves: its held-out rows, or rows that it learnt if it
+    has none; empty if they cannot be read. All tokens of a prompt without an answer count."""
     files = config.eval_data or config.data
     try:
         if _is_short(files):
@@ -92,5 +92,5 @@ async def _report(parser: RequestParser, config: TrainConfig) -> dict[str, Any]:
 
 
 def _is_short(files: Sequence[str]) -> bool:
-    """Whether the files can be read here: a few bytes that were packed may be many."""
+    """Whether the files can be read here. A compressed file cannot: its few bytes may become many."""
     return all(map(is_lines, files)) and sum(Path(name).stat().st_size for name in files) <= SHORT

@@ -1,4 +1,4 @@
-"""The SQLite file of the job table: its layout, transactions, and what a disk that takes no more means.
+"""The SQLite file of the job table: its layout, its transactions, and the errors of a full disk.
 
 One connection behind a lock, WAL with `synchronous=FULL`: a commit that returned is on the disk. WAL needs shared
 memory: a network file system is refused with a sentence (MachineError) instead of corrupting later.
@@ -34,7 +34,7 @@ CREATE TABLE idempotency (key TEXT PRIMARY KEY, created_at INTEGER NOT NULL, req
 CREATE TABLE activated (base TEXT PRIMARY KEY, source TEXT NOT NULL, at INTEGER NOT NULL);
 """
 FROM_1 = "ALTER TABLE jobs ADD COLUMN pause_requested INTEGER NOT NULL DEFAULT 0;"
-"""What makes the second layout of the first."""
+"""Turns the first layout into the second."""
 
 
 class Database:
@@ -75,7 +75,7 @@ class Database:
             self._db.close()
 
     def transaction(self) -> "Transaction":
-        """For what writes: commits at the end of a `with` block."""
+        """For writing: commits at the end of a `with` block."""
         return Transaction(self._db, self._lock)
 
     def rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
@@ -118,7 +118,7 @@ UNWRITABLE = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY
 
 @contextlib.contextmanager
 def _disk_faults() -> Iterator[None]:
-    """What SQLite says of a disk, as a Fault. A commit that it could not write has not happened."""
+    """Turns SQLite's errors about the disk into a Fault. A commit that could not be written has not happened."""
     try:
         yield
     except sqlite3.OperationalError as error:

@@ -1,6 +1,7 @@
-"""Which addresses a job may send answers to: those that the operator named, and what lies below them.
+"""The addresses that a job may send answers to: those that the operator named, and the paths below them.
 
-A job's process would otherwise ask, on behalf of whoever may start a job, any address that this machine can reach.
+Without this check, whoever may start a job could make its process send requests to any address that this machine can
+reach.
 """
 
 from collections.abc import Iterable
@@ -12,11 +13,11 @@ PORTS = {"http": 80, "https": 443}
 
 
 def check_grader(url: str | None, allowed: Iterable[str]) -> None:
-    """Fault for an address that is not allowed; what is allowed is not told."""
+    """Fault for an address that is not allowed. The message does not say which ones are."""
     if url is not None and not any(_is_below(urlsplit(url), urlsplit(known)) for known in allowed):
         raise Fault(
             Code.INVALID_PARAMETER,
-            "This server sends answers to no such address.",
+            "This server does not send answers to that address.",
             param="grader_url",
             hint="Its operator names those that it may ask with --grader-url.",
         )
@@ -33,5 +34,5 @@ def _place(url: SplitResult) -> tuple[str, str | None, int | None]:
 
 
 def _is_plain(path: str) -> bool:
-    """Whether it can only mean what it looks like: no step up, however it is spelt."""
+    """Whether the path means what it looks like: it holds no `..`, however that is encoded."""
     return "%" not in path and "\\" not in path and not {".", ".."} & set(path.split("/"))

@@ -1,4 +1,4 @@
-"""A job's directory, as the training process wants it.
+"""A job's directory, in the layout that the training process expects.
 
 JOB_DIR/data.jsonl | data.csv | ...   the rows (a hard link where they were uploaded), validation.* likewise
 JOB_DIR/job.json                TrainConfig
@@ -42,7 +42,8 @@ class JobDirectories:
     store: JobStore
 
     def fill(self, directory: Path, body: FinetuneBody, source: Source, rows: Path | None) -> TrainConfig:
-        """Makes `directory` with the data of a job; what the job is to do. Fault for data or numbers that are refused.
+        """Makes `directory` with a job's data; returns what the job is to do. Fault for data or numbers that are
+        refused.
 
         `rows` is the folder where the rows of a long request lie.
         """
@@ -55,8 +56,8 @@ class JobDirectories:
         return self._config(directory, body, source, data, held_out)
 
     def _place(self, stem: Path, rows: Rows | None, file_id: str | None, spooled: Path | None) -> list[Path]:
-        """Puts rows, the file they were `spooled` to, or an uploaded file beside the job. Nothing given: nothing
-        placed.
+        """Puts the rows, the file they were `spooled` to, or an uploaded file into the job's directory; the paths.
+        Empty if none of them is given.
         """
         if file_id is not None:
             source = file_path(self.data_dir, self.store.file(file_id).id)
@@ -105,13 +106,14 @@ def write_config(directory: Path, config: TrainConfig) -> None:
 
 
 def public_config(config: TrainConfig) -> dict[str, Any]:
-    """What a job shows of its configuration: no place on our disk, and no address, which may hold a password."""
+    """The configuration as clients see it: without paths on the server's disk, and without addresses, which may hold a
+    password."""
     shown = {k: v for k, v in json.loads(config.to_json()).items() if k not in PRIVATE}
     return shown | {"learning_rate": shown.pop("lr")}
 
 
 def request_hash(body: Body, rows: Path | None = None) -> str:
-    """Identifies a request, the rows that lie in a folder included, for its idempotency key."""
+    """A hash of a request, with the rows that lie in a folder, to compare requests of one idempotency key."""
     digest = hashlib.sha256(body.model_dump_json().encode())
     for path in sorted(rows.iterdir()) if rows is not None else ():
         digest.update(path.name.encode() + path.read_bytes())

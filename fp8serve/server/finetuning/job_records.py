@@ -1,4 +1,4 @@
-"""The rows of the job table as frozen records: what the store gives out and everything else passes around."""
+"""The rows of the job table as frozen records, which the store returns and all other code passes around."""
 
 import json
 import re
@@ -37,7 +37,7 @@ class Job:
 
     @property
     def root(self) -> str:
-        """The name that the first model of its line had: of what the base was fine-tuned from, where it was."""
+        """The name of the first model of its line: of the model that `base` was fine-tuned from, or `base` itself."""
         found = _RESULT.fullmatch(self.base)
         return found[1] if found else self.base
 
@@ -49,7 +49,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened to a job. `type` is message, metrics or checkpoint; `data` is what its kind carries."""
+    """One thing that happened to a job. `type` is message, metrics or checkpoint; `data` depends on it."""
 
     seq: int
     created_at: int

@@ -1,10 +1,10 @@
 """Runs fine-tune jobs, one at a time, each in its own process: `python -m fp8serve.train.job_process JOB_DIR`.
 
-The directory is the truth (`job.json` in, `events.jsonl` and `result.json` out, `worker.lock` held while a worker
-lives) and the job table is its index, so nothing is lost whichever process dies. A worker outlives a front that was
-killed: the next front finds the lock held and follows it instead of starting a second one. A worker that dies
-without a word is started again and resumes from its last checkpoint; after MAX_CRASHES deaths without a finished
-step the job fails. When the server stops, the job is asked to stop at a checkpoint and is queued again.
+The job's directory holds the whole state (`job.json` in, `events.jsonl` and `result.json` out, `worker.lock` held while
+a worker lives), and the job table is only an index of it, so nothing is lost whichever process dies. A worker outlives
+a front that was killed: the next front finds the lock held and follows it instead of starting a second one. A worker
+that dies without a word is started again and resumes from its last checkpoint; after MAX_CRASHES deaths without a
+finished step the job fails. When the server stops, the job is asked to stop at a checkpoint and is queued again.
 """
 
 import asyncio
@@ -40,14 +40,15 @@ MAX_CRASHES = 3
 
 
 def worker_command(processes: int) -> tuple[str, ...]:
-    """The training process of a job, which divides a step among so many, as far as it has microbatches for them."""
+    """The command of a job's training process, which divides each step among at most `processes` processes: one for
+    each microbatch is the limit."""
     return WORKER if processes == 1 else (*WORKER, "--procs", str(processes))
 
 
 class JobRunner:
-    """Takes jobs from the table and sees them through. `wait_idle` is awaited before a job starts.
+    """Takes jobs from the table and runs each to its end. `wait_idle` is awaited before a job starts.
 
-    `command` is the worker's, to which the job's directory is added.
+    `command` starts a worker; the job's directory is appended to it.
     """
 
     def __init__(
@@ -61,18 +62,18 @@ class JobRunner:
         self.closing = False
         self.closed = True
         self.changed = asyncio.Condition()
-        self.after_each: Callable[[], None] = lambda: None  # in a thread, when a job was seen through
+        self.after_each: Callable[[], None] = lambda: None  # called in a thread after each job
         self._wait_idle = wait_idle
         self._wake = asyncio.Event()
         self._worker: TrainingProcess | None = None
         self._task: asyncio.Task[None] | None = None
 
     def dir_of(self, job_id: str) -> Path:
-        """Where a job's process works; `job_id` is one that the table holds."""
+        """The directory of a job; `job_id` is in the table."""
         return self.root / job_id
 
     def config_of(self, job_id: str) -> TrainConfig:
-        """What its process was told. JobError where that cannot be read."""
+        """The configuration that its process was given. JobError if it cannot be read."""
         return job_config(self.dir_of(job_id))
 
     def result_dir(self, job: Job) -> Path:
@@ -83,7 +84,7 @@ class JobRunner:
         shutil.rmtree(self.dir_of(job_id), ignore_errors=True)
 
     def look_again(self) -> None:
-        """A job was added, or is to end, to pause or to go on: look at the table now."""
+        """Look at the table now: a job was added, or was asked to end, pause or continue."""
         self._wake.set()
 
     def start(self) -> None:
@@ -146,7 +147,7 @@ class JobRunner:
         )
 
     def _paused_already(self, job: Job) -> bool:
-        """Whether it was to pause, and no process of it runs that could be asked to."""
+        """Whether the job was asked to pause and has no process that would have to stop: then it is paused now."""
         asked = self.store.get(job.id).pause_requested and not lock_is_held(self.dir_of(job.id) / "worker.lock")
         return asked and self.store.move(job.id, "paused", "The job is paused.")
 
@@ -177,7 +178,7 @@ class JobRunner:
     def _settle(self, worker: "TrainingProcess") -> None:
         """Decides what the end of a worker means for its job."""
         if worker.code == EXIT_FAILED and lock_is_held(worker.directory / "worker.lock"):
-            return  # another worker, started by a front that died, was quicker: the next turn follows that one
+            return  # a worker that an earlier front started holds the lock: the next turn follows that one
         job = self.store.get(worker.job_id)
         if (worker.directory / "result.json").exists():
             self.store.move(job.id, "succeeded", "The job succeeded; its result can be activated.")

@@ -1,8 +1,8 @@
 """The tables that survive a restart: fine-tune jobs, their events, uploaded files, and which weights were activated.
 
-Every method is one transaction and blocks until it is on the disk (`database.py`), so handlers call them in a thread.
-A job moves only along `MOVES`; a move that is not there is refused by the same UPDATE that would make it, so two
-callers cannot both win.
+Every method is one transaction and blocks until it is on the disk (`database.py`), so handlers call them in a thread. A
+job moves only along `MOVES`. The UPDATE that would make a move also refuses one that is not listed there, so two
+callers cannot both succeed.
 
 Events are numbered by `seq`, rising over all jobs: the id of a server-sent event and the place where a reader
 resumes. `origin` is the number the worker gave an event; taking the same file in twice adds nothing.
@@ -36,7 +36,7 @@ MOVES: dict[str, tuple[Status, ...]] = {
 
 IDEMPOTENCY_SECONDS = 24 * 3600
 NOT_DATA = frozenset({"id", "created_at", "level", "type", "message", "path"})
-"""Fields of a worker's event that have a column, and places on our disk, which no client is told."""
+"""Fields of a worker's event that have a column, or that hold paths on the server's disk, which no client is told."""
 
 
 class JobStore:
@@ -55,7 +55,7 @@ class JobStore:
         return self._database.rows(query, *values)
 
     def ids(self, table: Literal["jobs", "files"]) -> set[str]:
-        """Of every row."""
+        """The ids of all rows."""
         return {row[0] for row in self._rows(f"SELECT id FROM {table}")}
 
     # -- jobs ----------------------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class JobStore:
         return [as_job(row) for row in rows]
 
     def unfinished(self) -> list[Job]:
-        """Jobs to run or to go on with, those that ran already first, then in the order they came."""
+        """Jobs to run or to continue: first those that have already run, then the others in the order they came."""
         rows = self._rows(
             "SELECT * FROM jobs WHERE status IN ('queued', 'running') ORDER BY started_at IS NULL, number"
         )
@@ -137,8 +137,8 @@ class JobStore:
         error: str | None = None,
         only_from: Status | None = None,
     ) -> bool:
-        """Puts the job into state `to` and says so in an event; False, and nothing, when it is not in a state that
-        leads there, or not in `only_from`.
+        """Puts the job into state `to` and says so in an event. If its state does not lead there, or is not
+        `only_from`, nothing happens and the answer is False.
         """
         sources = MOVES[to] if only_from is None else (only_from,)
         if not self._moved(job_id, to, sources, message, level, code or to, error):
@@ -176,7 +176,7 @@ class JobStore:
                 db.execute("UPDATE jobs SET finished_at = ?, error = ? WHERE id = ?", (now, failure, job_id))
             if to != "running":
                 db.execute("UPDATE jobs SET pause_requested = 0 WHERE id = ?", (job_id,))
-            if to == "failed":  # resumed, it is not cancelled for what was asked before
+            if to == "failed":  # a job that is resumed must not be cancelled by an earlier request
                 db.execute("UPDATE jobs SET cancel_requested = 0 WHERE id = ?", (job_id,))
             _insert_event(db, job_id, level, "message", message, {"code": code})
         return True
@@ -198,15 +198,15 @@ class JobStore:
         """
         if self._not_ended(job_id).cancel_requested:
             raise Fault(Code.JOB_STATE, "The job is being cancelled.")
-        with self._write() as db:  # a queued one may begin to run meanwhile, and is to stop then
+        with self._write() as db:  # a queued job may start meanwhile; then it must stop
             still = "status IN ('queued', 'running')"
             db.execute(f"UPDATE jobs SET pause_requested = 1 WHERE id = ? AND {still}", (job_id,))
         self.move(job_id, "paused", "The job is paused.", only_from="queued")
         return self.get(job_id)
 
     def resume(self, job_id: str) -> Job:
-        """Queues a job that failed or is paused; it goes on from its last checkpoint. One that was asked to pause and
-        runs still just goes on. Fault 409 for any other.
+        """Queues a job that failed or is paused; it continues from its last checkpoint. A job that was asked to pause
+        but still runs just continues. Fault 409 for any other.
         """
         job = self.get(job_id)
         if job.status == "running" and job.pause_requested:
@@ -228,7 +228,7 @@ class JobStore:
         return job
 
     def count_crash(self, job_id: str) -> int:
-        """One more death without a word; the number of them since the job last made progress."""
+        """Counts one more worker that died without a word; returns their number since the job last made progress."""
         with self._write() as db:
             db.execute("UPDATE jobs SET crashes = crashes + 1 WHERE id = ?", (job_id,))
         return self.get(job_id).crashes
@@ -262,7 +262,7 @@ class JobStore:
                     db.execute("UPDATE jobs SET progress = ?, crashes = 0 WHERE id = ?", (json.dumps(data), job_id))
 
     def events(self, job_id: str, after: int = 0, limit: int = 1000) -> list[Event]:
-        """Oldest first, from just behind `after`."""
+        """Oldest first, beginning after the event `after`."""
         return [
             as_event(r)
             for r in self._rows(
@@ -315,7 +315,7 @@ class JobStore:
     # -- activation ----------------------------------------------------------------------------------------------------
 
     def activated(self, base: str) -> str | None:
-        """What was activated last on top of the model directory `base`: a job id, "base", or None."""
+        """What was last activated in place of the model directory `base`: a job id, "base", or None."""
         rows = self._rows("SELECT source FROM activated WHERE base = ?", base)
         return str(rows[0][0]) if rows else None
 
@@ -328,7 +328,7 @@ _ENDED = {"succeeded": "succeeded", "failed": "failed", "cancelled": "was cancel
 
 
 def _needed(db: sqlite3.Connection, job: Job) -> str | None:
-    """Why a job has to stay, in a sentence. A source is the id of a job, with a checkpoint's step behind it or not."""
+    """Why a job must not be deleted, as a sentence. A source is a job's id, perhaps followed by a checkpoint's step."""
     status = db.execute("SELECT status FROM jobs WHERE id = ?", (job.id,)).fetchone()[0]
     if status not in FINAL:
         return f"The job has not ended, it is {status}; cancel it first."

@@ -1,7 +1,7 @@
-"""Which jobs are kept: deletes one that has ended, or the oldest beyond a number, with all that they wrote.
+"""Deletes jobs that have ended, with everything that they wrote: one by its id, or the oldest beyond a number.
 
-What serves, what is served when the server starts again, and what another job needs stays. A job is forgotten first and
-its files are removed then: what a crash leaves of them is removed at the next start.
+A job stays if its result is served, will be served when the server starts again, or is needed by another job. The job
+leaves the table before its files are removed, so files that a crash leaves behind are removed at the next start.
 """
 
 import logging
@@ -18,7 +18,7 @@ log = logging.getLogger("fp8serve.server")
 
 @dataclass(frozen=True)
 class Retention:
-    """Every call blocks. keep: jobs that have ended and stay; None: all of them."""
+    """Every call blocks. keep: the number of ended jobs that stay; None: all of them."""
 
     store: JobStore
     runner: JobRunner
@@ -34,7 +34,7 @@ class Retention:
         self.runner.discard(job_id)
 
     def sweep(self) -> None:
-        """Deletes the oldest jobs beyond `keep`, as far as they can be."""
+        """Deletes the oldest jobs beyond `keep`, except those that must stay."""
         for job in () if self.keep is None else self.store.ended()[self.keep :]:
             try:
                 self.delete(job.id)

@@ -1,4 +1,4 @@
-"""What a name can be made to serve: the directory that it was given, the result of a fine-tune job, or a checkpoint."""
+"""The weights that a name can serve: those of its own directory, of a fine-tune job's result, or of a checkpoint."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ class Sources:
     models: Registry
 
     def find(self, key: str, home: Source) -> Source:
-        """The weights behind "base", which are `home`, or behind a job or a checkpoint of one. Fault 404 or 409 when
+        """The weights of a key: `home` for "base", otherwise those of a job or of a checkpoint. Fault 404 or 409 when
         there are none.
         """
         if key == BASE:
@@ -47,14 +47,14 @@ class Sources:
         return None if (checkpoint := self.checkpoint(name)) is None else self.of_checkpoint(*checkpoint, home)
 
     def of_job(self, job: Job, home: Source) -> Source:
-        """Its result, to be served as `home` is. Fault 409 when there is none."""
+        """The job's result, to be served as `home` is. Fault 409 when there is none."""
         directory = self._result_directory(job)
         _refuse_adapter(job)
         return self._made(home, job.id, job.model_id, directory)
 
     def of_checkpoint(self, job: Job, step: int, home: Source) -> Source:
-        """A checkpoint, as a model like the job's result; made now, where it was not before. Fault 409 when there is
-        none.
+        """A checkpoint as a model like the job's result; it is made now if it does not exist yet. Fault 409 when there
+        is no such checkpoint.
         """
         _refuse_adapter(job)
         key, name = (checkpoint_name(of, step) for of in (job.id, job.model_id))
@@ -65,7 +65,7 @@ class Sources:
         return replace(home, key=key, model_id=name, directory=directory, options=options)
 
     def checkpoint(self, name: str) -> tuple[Job, int] | None:
-        """The job and the step that the name of a checkpoint says; None where it is none, or of no job here."""
+        """The job and the step in the name of a checkpoint; None for another name, or if there is no such job."""
         if (found := parsed(name)) is None:
             return None
         of, step = found
@@ -73,7 +73,8 @@ class Sources:
         return None if job is None else (job, step)
 
     def first(self, home: Source, mark: str) -> list[Source]:
-        """What a model is to serve when it starts, the best first: what was activated under `mark`, and its own."""
+        """What a model tries to serve when it starts, in this order: what was activated under `mark`, then its own
+        weights."""
         key = self.jobs.activated(mark)
         try:
             return [home] if key in (None, BASE) else [self.find(str(key), home), home]
@@ -86,7 +87,7 @@ class Sources:
         return [job for job in self.jobs.jobs(limit=most, status="succeeded") if not is_adapter(job)]
 
     def result(self, name: str) -> Job | None:
-        """The job that succeeded whose id, or whose result's, is `name`."""
+        """The succeeded job whose id, or whose result's id, is `name`."""
         return next((job for job in self.results(MANY) if name in (job.id, job.model_id)), None)
 
     def adapters(self, most: int = 1000) -> list[Job]:
@@ -94,8 +95,8 @@ class Sources:
         return [job for job in self.jobs.jobs(limit=most, status="succeeded") if is_adapter(job)]
 
     def adapter(self, name: str) -> tuple[Job, int | None] | None:
-        """The job that succeeded with an adapter whose id, or whose result's, is `name`; or of which that is a
-        checkpoint, with its step.
+        """The job that succeeded with an adapter and is called `name`, by its id or by its result's, and None; for the
+        name of one of its checkpoints, the job and the step.
         """
         if (checkpoint := self.checkpoint(name)) is not None:
             return checkpoint if is_adapter(checkpoint[0]) else None
@@ -103,7 +104,7 @@ class Sources:
         return None if job is None else (job, None)
 
     def of_adapter(self, job: Job, step: int | None = None, name: str | None = None) -> AdapterSource:
-        """The adapter that a job trained, or had at a step, under its own name or another. Fault 409 when there is
+        """The adapter that a job trained, or its state at a step, under its own name or `name`. Fault 409 when there is
         none.
         """
         if step is not None:
@@ -124,15 +125,15 @@ class Sources:
             message = (
                 f"The adapter was trained beside {job.base}, and {model.name} serves {served.source.model_id} now."
             )
-            raise Fault(Code.JOB_STATE, message, hint="Activate what it was trained beside first.")
+            raise Fault(Code.JOB_STATE, message, hint="First activate the model that it was trained beside.")
 
     def owner(self, job: Job) -> ServedModel:
-        """The model whose weights the job's line began with. Fault 409 when none of those that are loaded is it."""
+        """The loaded model from whose weights the job's line began. Fault 409 when that model is not loaded."""
         trained = self._first_directory(job)
         found = [m for m in self.models.models.values() if str(m.home.directory.resolve()) == trained]
         if found:  # several names may stand for one directory
             return next((model for model in found if model.name == job.root), found[0])
-        hint = "Load it first, or say in place of which model to serve the result: POST /models/{name}/activate."
+        hint = "Load it first, or name the model that the result replaces: POST /models/{name}/activate."
         raise Fault(Code.JOB_STATE, f"The job was trained from {job.root}, which is not loaded here.", hint=hint)
 
     def _first_directory(self, job: Job) -> str | None:
@@ -154,7 +155,7 @@ def _refuse_adapter(job: Job) -> None:
 
 
 def is_adapter(job: Job) -> bool:
-    """Whether its result is one, which is no model by itself."""
+    """Whether the job's result is an adapter, which is no model by itself."""
     return job.config.get("lora_rank") is not None
 
 

@@ -29,7 +29,7 @@ from fp8serve.train.config import TrainConfig
 
 @dataclass(frozen=True)
 class Submissions:
-    """Takes jobs in. `draining` is set when the server takes nothing new."""
+    """Accepts jobs. `draining` is set when the server accepts nothing new."""
 
     settings: Settings
     data_dir: Path
@@ -43,7 +43,7 @@ class Submissions:
     async def submit(
         self, body: FinetuneBody, key: str | None, rows: Path | None = None, check_files: bool = True
     ) -> tuple[Job, bool]:
-        """Makes a queued job; False when the idempotency `key` had made it before.
+        """Makes a queued job and returns it with True; with False if an earlier request with this `key` made it.
 
         Raises Fault. `rows` is the folder where the rows of a long request lie. `check_files=False` leaves bad rows of
         an uploaded file to the job, which then fails with them.
@@ -66,7 +66,7 @@ class Submissions:
         return job, made
 
     async def resume(self, job_id: str) -> Job:
-        """Queues a job that failed or is paused. Fault when it did neither, or no job may run here."""
+        """Queues a job that failed or is paused. Fault for a job in any other state, or when no job may run here."""
         self._refuse_if_not_allowed()
         job = await asyncio.to_thread(self.store.resume, job_id)
         self.runner.look_again()
@@ -85,7 +85,8 @@ class Submissions:
         return job
 
     async def dry_run(self, body: FinetuneBody, rows: Path | None = None) -> dict[str, Any]:
-        """What the job would do: bad rows, tokens, the share that is learnt, steps, memory, one row."""
+        """What the job would do: bad rows, tokens, the share of them that is learnt, steps, memory, and an example
+        row."""
         source = await asyncio.to_thread(self._training_source, body.model)
         directory = self.runner.dir_of(f"validate-{new_job_id()}")
         try:
@@ -113,8 +114,8 @@ class Submissions:
             )
 
     def _training_source(self, model: str | None) -> Source:
-        """Weights to start from: what a name serves now, the default's if there is none, "base", or the result or a
-        checkpoint of an earlier job by its name or the job's id.
+        """The weights to start from: those that `model` serves now (None: the default model), "base", or the result or
+        a checkpoint of an earlier job, by its name or by the job's id.
         """
         served = self.models.default if model is None else self.models.named(model)
         if served is not None:

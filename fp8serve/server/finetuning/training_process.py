@@ -1,6 +1,7 @@
 """The process that one job runs in: started, followed through its files, and asked to stop.
 
-It may outlive the server that started it; the next one follows it by its lock instead of starting a second one.
+It may outlive the server that started it. The next server finds its lock held and follows it instead of starting a
+second process.
 """
 
 import asyncio
@@ -43,7 +44,7 @@ class TrainingProcess:
 
     @classmethod
     async def start(cls, job_id: str, directory: Path, command: Sequence[str]) -> "TrainingProcess":
-        """Starts the process, in a session of its own so that a Ctrl-C meant for the server does not reach it."""
+        """Starts the process in its own session, so that a Ctrl-C meant for the server does not reach it."""
         if lock_is_held(directory / "worker.lock"):
             log.info("job %s is still running from before; following it", job_id)
             return cls(job_id, directory, None)
@@ -81,8 +82,8 @@ class TrainingProcess:
         return events
 
     def failure(self) -> str | None:
-        """The worker's own sentence when it gave up; None when it did not. One that was killed says nothing: its last
-        event may be of an earlier try.
+        """The worker's own sentence if it gave up, otherwise None. A worker that was killed says nothing: its last
+        event may be from an earlier attempt.
         """
         if self._last.get("code") == "error" and self.code in (None, EXIT_FAILED):
             return str(self._last["message"])
@@ -91,7 +92,8 @@ class TrainingProcess:
         return None
 
     async def stop(self, seconds: float) -> None:
-        """SIGTERM, which writes a checkpoint; SIGKILL after `seconds`, which loses the steps since the last one."""
+        """Sends SIGTERM, on which the process writes a checkpoint; after `seconds`, SIGKILL, which loses the steps
+        since the last checkpoint."""
         for number, patience in ((signal.SIGTERM, seconds), (signal.SIGKILL, 10.0)):
             self._signal(number)
             if await self._gone(patience):

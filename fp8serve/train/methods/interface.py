@@ -1,11 +1,11 @@
-"""What the trainer asks of a method. Two halves, because data are also read where there is no torch.
+"""What a method implements, in two halves, because data are also read by processes without torch.
 
     Reader   rows of files -> items; the server's front and a dry run need only this
     Method   items -> a loss to minimise and means to report
 
-An item is what a step counts one of: a row of supervised fine-tuning, a pair of answers. It is made of one or several
-`Row`s, which is what goes through the model. The trainer, the order of steps, checkpoints and validation know items and
-not what is in them.
+An item is the unit that a step counts, for example a row of supervised fine-tuning or a pair of answers. It consists of
+one or more `Row`s, which go through the model. The trainer, the order of steps, checkpoints and validation handle items
+without knowing what is in them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ class Reader(Protocol[ExampleT, ItemT]):
     advice: str
 
     def row(self, row: str | Mapping[str, Any], where: str) -> ExampleT:
-        """The example that a row, or a line of JSON, is. DataError names `where` and what is wrong."""
+        """The example in a row or in a line of JSON. DataError names `where` and what is wrong."""
 
     def file(self, given: Path | str) -> list[ExampleT]:
         """All examples of a source (`model.text.data_files`), in order. DataError: it has none, or a broken row."""
@@ -42,7 +42,7 @@ class Reader(Protocol[ExampleT, ItemT]):
         """Those that have something to learn within `seq_len` tokens, in order, and the count of the others."""
 
     def kept(self, item: ItemT) -> bytes:
-        """What has to be written of an item besides its rows. TypeError: it cannot be written exactly."""
+        """What must be stored of an item besides its rows. TypeError: it cannot be stored exactly."""
 
     def recalled(self, rows: tuple[Row, ...], kept: bytes) -> ItemT:
         """The item of these rows, and of what `kept` gave."""
@@ -50,10 +50,10 @@ class Reader(Protocol[ExampleT, ItemT]):
 
 @dataclass(frozen=True)
 class Measure:
-    """A mean that a step reports under `name`; `words` is what the line for a person calls it, if it is in there.
+    """A mean that a step reports under `name`; `words` is its name in the message for people, if it appears there.
 
-    Of held-out items it is reported as `valid_` and the name without `train_`. Where a step has several updates it is
-    that of the last, or, with `of_first`, of the first, before anything has moved.
+    For held-out items its name is `valid_` and the name without `train_`. If a step has several updates, the mean is
+    that of the last one or, with `of_first`, of the first one, before the weights have changed.
     """
 
     name: str
@@ -88,32 +88,33 @@ class Method(Protocol[ItemT]):
     is_supervised: bool
 
     def weight(self, items: Sequence[ItemT]) -> int:
-        """Of how many the loss is a mean, above 0: targets, pairs. A step's is that of all its microbatches."""
+        """The number of things (targets, pairs) of which the loss is a mean, above 0; a step adds up its
+        microbatches'."""
 
     def sums(self, logits: "Logits", items: Sequence[ItemT]) -> tuple["Tensor", ...]:
-        """(loss, one for each of `measures`), summed over `items`: scalars, of which the loss has a gradient."""
+        """(loss, then each of `measures`), summed over `items`: scalars. Only the loss has a gradient."""
 
     def begin(self, forward: "Forward", items: Sequence[ItemT], ranks: "Ranks") -> list[ItemT]:
-        """The items with what the method has to know of the model before its first step; found by all `ranks`."""
+        """The items with what the method needs to know about the initial model; all `ranks` compute it together."""
 
     def keep(self, items: Sequence[ItemT]) -> dict[str, "Tensor"]:
         """What `begin` found, for checkpoints; nothing: {}."""
 
     def recall(self, items: Sequence[ItemT], kept: Mapping[str, "Tensor"]) -> list[ItemT]:
-        """The reverse of `keep`. JobError when it is of other items."""
+        """The reverse of `keep`. JobError if `kept` belongs to other items."""
 
     def start(self, scene: Scene) -> None:
         """Called once before the steps of a run, from wherever it stands."""
 
     def collect(self, step: int, microbatches: Sequence[Sequence[ItemT]]) -> Sequence[Sequence[Any]]:
-        """The items that step `step`, from 0, learns from: with what the model as it is now has to say of them."""
+        """The items that step `step` (from 0) learns from, with what the present model computes for them."""
 
     def close(self) -> None:
-        """Called when the run ends, however it does; also where it never started."""
+        """Called when the run ends for any reason, even if `start` was never called."""
 
 
 class FromData:
-    """What a method answers whose data say all that is learnt."""
+    """Defaults for a method whose data alone say what is learnt."""
 
     updates = 1
     is_supervised = True

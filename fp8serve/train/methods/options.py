@@ -35,7 +35,8 @@ def answer_loss(config: "TrainConfig") -> AnswerLoss:
 
 
 def beta_of(config: "TrainConfig") -> float:
-    """The job's beta, or the usual one of its loss: averages are smaller than sums, and rewards need no reference."""
+    """The job's beta, or the default of its loss: larger for means, which are smaller than sums; 0 for rewards, which
+    need no reference."""
     if config.beta is not None:
         return config.beta
     if config.method == "grpo":
@@ -44,7 +45,7 @@ def beta_of(config: "TrainConfig") -> float:
 
 
 def longest_answer(config: "TrainConfig") -> int:
-    """Tokens that an answer may have, of a job that learns from rewards."""
+    """The largest number of tokens of an answer in a job that learns from rewards."""
     return config.max_completion_length or config.seq_len // 2
 
 
@@ -70,9 +71,9 @@ def _check_pairs(config: "TrainConfig") -> None:
     loss = pair_loss(config)
     _check_loss(config, get_args(PairLoss))
     if config.simpo_gamma is not None and loss != "simpo":
-        raise JobError(f"simpo_gamma is the loss simpo's; found it with loss_type {loss!r}, leave one out.")
+        raise JobError(f"simpo_gamma belongs to the loss simpo, not to {loss}; leave one of them out.")
     if config.label_smoothing and loss == "ipo":
-        raise JobError("label_smoothing has no place in the loss ipo; leave one of them out.")
+        raise JobError("The loss ipo takes no label_smoothing; leave one of them out.")
     if config.ld_alpha is not None and loss != "sigmoid":
         raise JobError(f"ld_alpha weighs sums of tokens, and {loss} compares means; leave one of them out.")
 
@@ -93,7 +94,9 @@ def _check_answers(config: "TrainConfig") -> None:
             "the prompt; lower it, or raise seq_len."
         )
     if config.eval_data:
-        raise JobError("eval_data is compared by its loss, which answers to be written do not have; leave it out.")
+        raise JobError(
+            "eval_data is judged by a loss on given answers, which the method grpo does not have; leave it out."
+        )
     if config.packing != "rows":
         raise JobError(
             "packing fills a microbatch with rows of known length, and answers are written first; leave it out."

@@ -34,7 +34,7 @@ MARKS = {
 
 
 def walk(grammar: str, backend: tokenizers.Tokenizer, seed: int, first: str = "") -> str:
-    """Text that the grammar allows, one random token after the other, behind `first`."""
+    """Text that the grammar allows: `first`, then one random token after the other."""
     size = backend.get_vocab_size()
     llg = llguidance.LLTokenizer(backend.to_str(), n_vocab=size, eos_token=[256])
     matcher = llguidance.LLMatcher(llg, grammar, log_level=0)

@@ -97,7 +97,7 @@ def test_every_spelling_on_every_route(asked: dict[str, Any], form: dict[str, st
     ],
 )
 async def test_what_cannot_be_followed_is_refused_before_the_200(start: Start, asked: dict[str, Any]) -> None:
-    """The parser process refuses it, if the text must be read for it."""
+    """The parser process refuses it if it has to read the text."""
     async with start() as server:
         for route, body in (
             ("/v1/completions", {"prompt": "x"} | asked),

@@ -28,7 +28,7 @@ fp8serve_streams_rejected fp8serve_prefix_cache_restored_hit_tokens
 
 
 async def metrics(server: Server, line: str) -> str:
-    """/metrics once it holds `line`: the engine is asked for its numbers now and then."""
+    """/metrics as soon as it holds `line`: the server reads the engine's numbers only from time to time."""
     text = ""
 
     async def shown() -> bool:

@@ -21,7 +21,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def browser(session: Browser) -> Iterator[Browser]:
-    """The browser, which every test leaves as it found it, and without a word against the page's policy."""
+    """The browser; every test leaves it as it found it, without a violation of the page's security policy."""
     yield session
     assert session.violations() == []
     session.forget()

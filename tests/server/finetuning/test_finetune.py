@@ -200,7 +200,7 @@ async def test_cancel(start: Start, mood: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_a_paused_job_frees_its_process_and_goes_on_where_it_was(start: Start) -> None:
-    """Over a restart of the server; a job behind it runs meanwhile, and one that waits is paused at once."""
+    """A pause lasts over a restart of the server. A job behind it runs meanwhile; one that waits is paused at once."""
     async with start() as server:
         job, other = await submit(server, "held"), await submit(server)
         await wait_for_step(server, job["id"])
@@ -250,7 +250,7 @@ async def test_a_paused_job_ends_with_the_bytes_of_one_that_was_not(start: Start
 
 
 async def test_what_is_asked_of_a_job_that_is_to_pause(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes on when it is resumed before it has paused, and ends when it is cancelled while it is."""
+    """A job continues if it is resumed before it has paused, and ends if it is cancelled while it is paused."""
     monkeypatch.setattr("fp8serve.server.finetuning.job_runner.CANCEL_SECONDS", 0.4)
     async with start() as server:
         job = await submit(server, "stubborn")
@@ -265,7 +265,7 @@ async def test_what_is_asked_of_a_job_that_is_to_pause(start: Start, monkeypatch
 
 
 async def test_a_job_outlives_its_server(start: Start) -> None:
-    """Stopped at a checkpoint with the server, and taken up by the next one."""
+    """A job stops at a checkpoint with its server, and the next server continues it."""
 
     async with start() as server:
         job = await submit(server, "held")
@@ -298,7 +298,7 @@ async def test_a_stop_gives_up_an_activation_that_still_loads(start: Start) -> N
 
 
 async def test_who_is_in_a_hurry_does_not_wait_for_a_checkpoint(start: Start) -> None:
-    """A second signal: the job's process is ended, and the job goes on from its last checkpoint all the same."""
+    """After a second signal the job's process is killed; the job still continues from its last checkpoint."""
     async with start(drain_seconds=10 * PATIENCE) as server:
         job = await submit(server, "stubborn")
         await wait_for_step(server, job["id"])

@@ -25,7 +25,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class Disk:
-    """Counts writes, and fails the one that is numbered `full_at`, and all that follow it."""
+    """Counts writes; the write with the number `full_at` fails, and all later ones do, too."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.writes, self.full_at = 0, 0

@@ -1,4 +1,4 @@
-"""Addresses that jobs may have answers graded at: those of the operator and what lies below, and no file ever."""
+"""Addresses to which jobs may send answers: those of the operator and the paths below them, and never a file."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def test_what_is_allowed(url: str | None) -> None:
     ],
 )
 def test_what_is_not(url: str) -> None:
-    with pytest.raises(Fault, match="This server sends answers to no such address"):
+    with pytest.raises(Fault, match="This server does not send answers to that address"):
         check_grader(url, ALLOWED)
 
 
@@ -58,7 +58,7 @@ async def test_jobs_over_http(start: Start) -> None:
     async with start(grader_urls=("http://localhost:9000/grade",)) as server:
         ask = {"data": [{"prompt": "2 + 3 =", "sum": 5}], "method": "grpo", "seq_len": 64}
         for more, said in (
-            ({"grader_url": "http://localhost:9001/grade"}, "This server sends answers to no such address"),
+            ({"grader_url": "http://localhost:9001/grade"}, "This server does not send answers to that address"),
             ({"grader_url": "http://localhost:9000/grade", "loss_type": "ipo"}, "and not ipo"),
             ({"grader_url": "http://localhost:9000/grade", "num_generations": 1}, "num_generations"),
             ({"reward": "/etc/passwd"}, "reward"),

@@ -1,8 +1,8 @@
 """Requests of megabytes: refused by their length where that is certain, else read in another process, under limits,
 while everything else is answered.
 
-Where a test says "meanwhile", the parsers are stopped (SIGSTOP), so that the long request cannot have been answered:
-whatever the front says then, it says while that request waits.
+Where a test says "meanwhile", the parsers are stopped (SIGSTOP), so that the long request cannot have been answered: so
+any answer of the front comes while that request waits.
 """
 
 import concurrent.futures
@@ -237,7 +237,7 @@ async def test_a_full_house_refuses_before_it_reads(start: Start, monkeypatch: p
 
 
 def test_a_long_request_is_the_same_job_as_before(server: Process) -> None:
-    """Rows that a parser process wrote, too, count for an idempotency key."""
+    """Rows that a parser process wrote also count for an idempotency key."""
     rows, key = {"data": ROWS[:2000]}, {"Idempotency-Key": "long"}
     first, again = (server.client.post("/finetune", json=rows, headers=key) for _ in range(2))
     assert first.json()["id"] == again.json()["id"]

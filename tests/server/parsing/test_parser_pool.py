@@ -18,7 +18,7 @@ ALLOWED = Allowance(cpu=60.0, memory=2**34)
 
 
 def state_of(pid: int) -> str:
-    """ "Z" for a process that has ended and has not been asked for, "" for one that has."""
+    """ "Z" for a process that has ended but has not been waited for, "" once it has been."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

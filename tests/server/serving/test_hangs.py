@@ -1,5 +1,5 @@
-"""Engines and loads that hang: noticed by deadlines, ended, and in nobody's way. No test waits for a real deadline but
-one that is certain to pass.
+"""Engines and loads that hang: deadlines notice them, and they are ended without disturbing others. No test waits for a
+real deadline, except one that is certain to pass.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What is asked of weights before they serve, that nothing changes when they fail, and what becomes of dying ones."""
+"""Checks of weights before they serve: nothing changes if they fail, and weights whose engine dies are rolled back."""
 
 import json
 import sys
@@ -25,7 +25,7 @@ async def activate(server: Server, job: str, **body: Any) -> Any:
 
 
 async def refused(server: Server, job: str, **body: Any) -> str:
-    """What is said of a failure, after which the base serves as before."""
+    """The message of a failure, after which the base serves as before."""
     engine, answer = server.launcher.engines[0], await activate(server, job, **body)
     assert (answer.status_code, answer.json()["code"]) == (409, "activation_failed"), answer.text
     assert str(server.state.data_dir) not in answer.text

@@ -102,7 +102,7 @@ async def test_a_further_model_by_its_name(start: Start, more: Path) -> None:
 
 
 class Moody(FakeEngine):
-    """Knows texts as badly as the directory of its weights says, and writes nothing where that is named mute."""
+    """Has the perplexity that the name of its weights' directory says, and writes nothing if the name is mute."""
 
     async def load_weights(self, directory: Path) -> int:
         count = await super().load_weights(directory)

@@ -64,8 +64,8 @@ async def events(
     after: Annotated[int, Query(ge=0)] = 0,
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> Response | dict[str, Any]:
-    """Oldest first, from behind `after` (or the `Last-Event-ID` header). `Accept: text/event-stream` follows the job to
-    its end.
+    """Oldest first, beginning after the event `after` (or the `Last-Event-ID` header). `Accept: text/event-stream`
+    follows the job to its end.
     """
     job = await asyncio.to_thread(state.jobs.get, job_id)
     start = (
@@ -130,8 +130,8 @@ async def checkpoints(job_id: str, state: StateDep) -> dict[str, Any]:
 async def series(
     job_id: str, request: Request, state: StateDep, format: Literal["json", "csv"] | None = None
 ) -> Response | dict[str, Any]:
-    """Oldest first, each step once: of a step that was taken again, the later time. CSV for `format=csv`, or for
-    `Accept: text/csv`; of a job without a step only its header.
+    """Oldest first. A step that was taken again appears once, with its later values. CSV for `format=csv`, or for
+    `Accept: text/csv`; for a job without a step only the header.
     """
     job = await asyncio.to_thread(state.jobs.get, job_id)
     found = await asyncio.to_thread(state.jobs.newest_events, job.id, 100_000, None, "metrics")
@@ -149,30 +149,34 @@ async def cancel(job_id: str, state: StateDep) -> dict[str, Any]:
 
 @router.post("/finetune/{job_id}/pause", summary="Stop a job at a checkpoint until it is resumed")
 async def pause(job_id: str, state: StateDep) -> dict[str, Any]:
-    """Its process ends, so the device is free; jobs behind it run meanwhile. It ends with the same bytes as without."""
+    """Its process ends, so the device is free, and jobs behind it run meanwhile. A job that was paused ends with the
+    same bytes as one that was not.
+    """
     return job_view(state, await state.submissions.pause(job_id))
 
 
-@router.post("/finetune/{job_id}/resume", summary="Go on with a job that failed or is paused, from its last checkpoint")
+@router.post("/finetune/{job_id}/resume", summary="Continue a job that failed or is paused, from its last checkpoint")
 async def resume(job_id: str, state: StateDep) -> dict[str, Any]:
-    """Also what met a full disk, once there is room. Takes the job's place in the queue."""
+    """This includes a job that failed on a full disk, once there is room. The job gets its place in the queue back."""
     return job_view(state, await state.submissions.resume(job_id))
 
 
-@router.delete("/finetune/{job_id}", summary="Forget a job that has ended, and remove all that it wrote")
+@router.delete("/finetune/{job_id}", summary="Delete a job that has ended, with everything that it wrote")
 async def delete(job_id: str, state: StateDep) -> dict[str, Any]:
-    """Its result and its checkpoints, too; so not while one of them serves, or another job goes on from it."""
+    """This includes its result and its checkpoints, so it is refused while one of them serves, or another job continues
+    from it.
+    """
     await asyncio.to_thread(state.retention.delete, job_id)
     return {"id": job_id, "deleted": True}
 
 
 @router.post("/finetune/{job_id}/activate", summary="Serve a job's result in place of the present weights")
 async def activate(job_id: str, state: StateDep, body: ActivateJobBody | None = None) -> dict[str, Any]:
-    """Answers when the new weights serve. No request in flight is touched; on failure nothing changes.
+    """Answers when the new weights serve. No request in flight is affected; on failure nothing changes.
 
-    They are verified first: all numbers finite, a few tokens written, and on the job's held-out rows, or its own where
-    it has none, a perplexity of at most `max_perplexity_ratio` times that of what serves. `step` takes the model of a
-    checkpoint, also of a job that has not succeeded.
+    The weights are verified first: all numbers must be finite, a few tokens are written, and the perplexity on the
+    job's held-out rows, or on its training rows if it has none, may be at most `max_perplexity_ratio` times that of the
+    present weights. `step` serves the model of a checkpoint, even of a job that has not succeeded.
     """
     body = body or ActivateJobBody()
     job = await asyncio.to_thread(state.jobs.get, job_id)

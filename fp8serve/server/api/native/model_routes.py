@@ -44,8 +44,8 @@ async def models(state: StateDep) -> dict[str, Any]:
 
 @router.post("/models/{name:path}/load", summary="Serve a further model")
 async def load(name: str, state: StateDep, body: LoadBody | None = None) -> dict[str, Any]:
-    """Answers when the model serves; one that serves already is answered as it is. No other model is touched. All
-    numbers of its files must be finite, and it must write a token; there is nothing to compare its perplexity with.
+    """Answers when the model serves, or at once if it already does. No other model is affected. All numbers in its
+    files must be finite, and it must write a token; there is nothing to compare its perplexity with.
     """
     home = None if body is None or body.source is None else await asyncio.to_thread(_home, state, name, body)
     if home is None and body is not None and body.options:
@@ -54,12 +54,12 @@ async def load(name: str, state: StateDep, body: LoadBody | None = None) -> dict
     return model_view(state, await state.load(name, home))
 
 
-@router.post("/weights", summary="Write another version of its weights over those of a model that serves")
+@router.post("/weights", summary="Overwrite the weights of a served model with another version of them")
 async def replace_weights(body: WeightsBody, state: StateDep) -> dict[str, Any]:
-    """For a trainer beside the server: in place, so that no second engine is loaded. Answers when they serve. Requests
-    under way end first, and new ones get 503 meanwhile: every answer is one version's. All or nothing: the new weights
-    write a token, and with `texts`, their perplexity on them is at most `max_perplexity_ratio` times that of before; if
-    not, those before serve on.
+    """For a trainer beside the server: no second engine is loaded. Answers when the new weights serve. Requests under
+    way are finished first, and new ones get 503 meanwhile, so every answer comes from one version. All or nothing: the
+    new weights must write a token, and with `texts` their perplexity on these may be at most `max_perplexity_ratio`
+    times that of the old weights. Otherwise the old weights continue to serve.
     """
     model = state.models.default if body.model is None else state.models.find(body.model, "model")
     directory = (await asyncio.to_thread(state.loadable)).get(body.path)
@@ -99,13 +99,13 @@ async def _by_texts(state: ServerState, model: ServedModel, body: WeightsBody) -
 
 @router.post("/models/{name:path}/unload", summary="Stop serving a further model")
 async def unload(name: str, state: StateDep, body: UnloadBody | None = None) -> dict[str, Any]:
-    """Takes nothing new for it at once; answers under way have `seconds` to end."""
+    """New requests for it are refused at once; answers under way have `seconds` to end."""
     seconds = body.seconds if body is not None else None
     await state.loader.unload(name, state.settings.drain_seconds if seconds is None else seconds)
     return {"name": name, "state": "unloaded"}
 
 
-@router.post("/models/{name:path}/alias", summary="Give a model another name, or take it away")
+@router.post("/models/{name:path}/alias", summary="Give a model another name, or remove that name")
 async def alias(name: str, body: AliasBody, state: StateDep) -> dict[str, Any]:
     model = state.models.find(name)
     if body.remove:

@@ -53,7 +53,7 @@ def _health(good: bool, state: str) -> Response:
     )
 
 
-@router.get("/info", summary="A model, its numbers, and the limits in force")
+@router.get("/info", summary="A model, its configuration, and the limits in force")
 async def info(state: StateDep, model: ModelName = None) -> dict[str, Any]:
     settings, limits = state.settings, state.settings.limits
     served = state.models.resolve(model)
@@ -114,7 +114,7 @@ async def history(state: StateDep, layer: LayerName, model: ModelName = None) ->
     return {"weight_version": served.weight_version, "layer": layer, "entries": entries}
 
 
-@router.post("/scales/save", summary="Write what is served, with its scales as they are now, beside the model")
+@router.post("/scales/save", summary="Write the served weights with their present scales to a new directory")
 async def save(state: StateDep, body: SaveScalesBody | None = None, model: ModelName = None) -> dict[str, Any]:
     """Only with --roll-history. It continues to its end even if the client that asked for it goes away."""
     name = None if body is None else body.name

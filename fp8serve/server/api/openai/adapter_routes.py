@@ -19,7 +19,9 @@ router = APIRouter(prefix="/v1", tags=["models"], route_class=BoundedRoute)
 
 @router.post("/load_lora_adapter", summary="Serve an adapter beside a model", response_class=PlainTextResponse)
 async def load(body: LoadAdapterBody, state: StateDep) -> str:
-    """Answers when requests may ask for it by its name. Running requests go on; one that is loaded stays as it is."""
+    """Answers when requests can name the adapter. Running requests continue; an adapter that is loaded already stays as
+    it is.
+    """
     base = body.base_model_name
     model = state.models.default if base is None else state.models.find(base, "base_model_name")
     source = await asyncio.to_thread(_source, state, body)
@@ -29,7 +31,7 @@ async def load(body: LoadAdapterBody, state: StateDep) -> str:
 
 @router.post("/unload_lora_adapter", summary="Stop serving an adapter", response_class=PlainTextResponse)
 async def unload(body: UnloadAdapterBody, state: StateDep) -> str:
-    """Requests that run end with it; new ones are answered with 404."""
+    """Running requests are finished with it; new ones get a 404."""
     await state.unload_adapter(body.lora_name)
     return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 

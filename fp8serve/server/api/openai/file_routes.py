@@ -80,7 +80,7 @@ async def list_files(
     return page([view(item) for item in found[:limit]], len(found) > limit)
 
 
-@router.get("/{file_id}", summary="One file's facts")
+@router.get("/{file_id}", summary="Information about one file")
 async def get_file(file_id: str, state: StateDep) -> dict[str, Any]:
     return view(await asyncio.to_thread(state.jobs.file, file_id))
 
@@ -100,7 +100,7 @@ async def content(file_id: str, state: StateDep) -> Response:
     )
 
 
-@router.delete("/{file_id}", summary="Forget a file; jobs that used it keep their copy")
+@router.delete("/{file_id}", summary="Delete a file; jobs that used it keep their copy")
 async def delete(file_id: str, state: StateDep) -> dict[str, Any]:
     await asyncio.to_thread(state.jobs.delete_file, file_id)
     for path in (state.data_dir / "files").glob(f"{file_id}.*"):

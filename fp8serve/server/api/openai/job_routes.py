@@ -48,7 +48,7 @@ async def pause(job_id: str, state: StateDep) -> dict[str, Any]:
     return view(state, await state.submissions.pause(job_id))
 
 
-@router.post("/{job_id}/resume", summary="Go on with a job that failed or is paused")
+@router.post("/{job_id}/resume", summary="Continue a job that failed or is paused")
 async def resume(job_id: str, state: StateDep) -> dict[str, Any]:
     return view(state, await state.submissions.resume(job_id))
 

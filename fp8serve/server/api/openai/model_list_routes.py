@@ -20,7 +20,7 @@ from fp8serve.server.serving.served_model import ServedModel
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
 
-@router.get("/models", summary="Names that requests may use now, and those of what could be loaded")
+@router.get("/models", summary="Names that requests may use now, and names of models that could be loaded")
 async def list_models(state: StateDep) -> dict[str, Any]:
     models = await _all(state)
     ends = {"first_id": next(iter(models), None), "last_id": next(reversed(models), None)}

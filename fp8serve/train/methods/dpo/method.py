@@ -87,7 +87,7 @@ class Dpo(FromData):
             return list(items)
         if not kept or not torch.equal(kept["pairs"], _digest(items)):
             raise JobError(
-                "The checkpoint holds the reference of other pairs than the data are, and the model that the run began "
+                "The checkpoint holds a reference for other pairs than the data hold, and the model that the run began "
                 "with is gone; give the same data and eval_data as before, leave eval_data out, or use another output "
                 "directory."
             )

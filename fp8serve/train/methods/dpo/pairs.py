@@ -34,11 +34,11 @@ class PairExample:
 
 def read_pairs(given: Path | str) -> list[PairExample]:
     """All pairs of a source (`model.text.data_files`), in order. DataError: it has none, or a broken row."""
-    return read_rows(given, pair_of, "prefers nothing; give rows of `prompt`, `chosen` and `rejected`.")
+    return read_rows(given, pair_of, "holds no pairs; give rows of `prompt`, `chosen` and `rejected`.")
 
 
 def pair_of(row: str | Mapping[str, Any], where: str) -> PairExample:
-    """The pair that a row, or a line of JSON, is; DataError names `where` and what is wrong."""
+    """The pair in a row or in a line of JSON; DataError names `where` and what is wrong."""
     found = object_of(row, where)
     is_openai = any(name in found for name in OPENAI)
     if any(found.get(name) is None for name in (OPENAI if is_openai else ANSWERS)):
@@ -77,7 +77,7 @@ def _read(row: Mapping[str, Any], name: str, where: str) -> str | list[Any]:
 
 
 def _shared(one: Sequence[Any], two: Sequence[Any]) -> int:
-    """How many characters or messages both have in common at the beginning."""
+    """The number of characters or messages that both have in common at the beginning."""
     pairs = zip(one, two, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(two)))
 

@@ -1,7 +1,7 @@
 """Files become pairs of rows. No torch here.
 
-An answer that is too long for the context is cut at its end, and counted. A pair of which an answer has no token left
-to learn, or whose answers are the same, teaches nothing and is dropped, and counted.
+An answer that is too long for the context is cut at its end, and counted. A pair teaches nothing if one of its answers
+has no token left to learn, or if both are the same; such pairs are dropped, and counted.
 """
 
 import sys
@@ -20,7 +20,7 @@ from fp8serve.train.methods.dpo.pairs import PairExample, pair_of, read_pairs
 
 @dataclass(frozen=True)
 class Pair:
-    """Two answers to one prompt. reference: their log-probabilities before the first step, where they are known."""
+    """Two answers to one prompt. reference: their log-probabilities before the first step, once they are known."""
 
     chosen: Row
     rejected: Row

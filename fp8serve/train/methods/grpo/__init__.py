@@ -6,5 +6,5 @@ rollouts       the engine that answers them with this step's weights
 grading        answers -> rewards, by a Python file in a process of its own or by a URL
 reward_process that process
 loss           rewards and log-probabilities -> losses
-method         what the trainer asks
+method         what the trainer calls
 """

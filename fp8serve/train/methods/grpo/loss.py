@@ -27,7 +27,7 @@ LEAST_DEVIATION = 1e-4
 
 
 def advantages(rewards: Tensor, scale: ScaleRewards) -> Tensor:
-    """FP64 [groups, G], from rewards like it."""
+    """FP64 [groups, G], from rewards of the same shape."""
     centred = rewards - rewards.mean(1, keepdim=True)
     if scale == "none":
         return centred
@@ -47,7 +47,7 @@ def token_shares(lengths: Sequence[int], loss_type: AnswerLoss, longest: int) ->
 def token_losses(
     ratio: Tensor, advantage: Tensor, epsilon: float, epsilon_high: float, beta: float, kl: Tensor | None
 ) -> Tensor:
-    """FP32 [P], of every token; advantage: of its answer."""
+    """FP32 [P], the loss of every token; advantage: that of its answer."""
     clipped = ratio.clamp(1 - epsilon, 1 + epsilon_high)
     losses = -torch.min(ratio * advantage, clipped * advantage)
     return losses if kl is None else losses + beta * kl

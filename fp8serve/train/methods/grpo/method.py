@@ -259,7 +259,7 @@ def _kept_model(scene: Scene) -> Model:
             save_tensors(file, {name: tensors[name].detach().contiguous() for name in once.values()}, {"format": "pt"})
     elif not path.is_file():
         raise JobError(
-            f"{path} is gone, the model that the run began with and is compared to; use another output directory."
+            f"{path}, the model that the run began with, is gone, but is its reference; use another output directory."
         )
     model.load_state_dict(load_file(path), strict=False)
     return model

@@ -42,11 +42,11 @@ class PromptExample:
 
 def read_prompts(given: Path | str) -> list[PromptExample]:
     """All prompts of a source (`model.text.data_files`), in order. DataError: it has none, or a broken row."""
-    return read_rows(given, prompt_of, "asks nothing; give rows of `prompt`.", every_column=True)
+    return read_rows(given, prompt_of, "holds no prompts; give rows of `prompt`.", every_column=True)
 
 
 def prompt_of(row: str | Mapping[str, Any], where: str) -> PromptExample:
-    """The prompt that a row, or a line of JSON, is; DataError names `where` and what is wrong."""
+    """The prompt in a row or in a line of JSON; DataError names `where` and what is wrong."""
     found = object_of(row, where)
     given = [name for name in ("prompt", "messages") if found.get(name) is not None]
     if len(given) != 1:

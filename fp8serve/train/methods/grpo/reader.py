@@ -18,7 +18,7 @@ from fp8serve.train.methods.grpo.prompts import PromptExample, prompt_of, read_p
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is answered; `row` is the prompt alone, of which nothing is learnt."""
+    """A prompt to answer; `row` is the prompt alone, of which nothing is learnt."""
 
     row: Row
     example: PromptExample
@@ -37,7 +37,7 @@ class Prompt:
 
     @property
     def beside(self) -> bytes:
-        """What else decides the run: what the reward is told."""
+        """What the reward is told, which also decides the run."""
         return json.dumps(self.example.row, sort_keys=True, default=str).encode()
 
 
@@ -65,7 +65,7 @@ class GrpoReader:
         return prompts, RowCounts(len(examples), len(prompts), tokens, 0, dropped, 0)
 
     def kept(self, item: Prompt) -> bytes:
-        """The row, which its reward is told, and where it is. Dates and maps of Parquet files are not JSON."""
+        """The row, which the reward is told, and where it is. Dates and maps of Parquet files are not JSON."""
         told = [item.example.row, item.example.where]
         if json.loads(text := json.dumps(told)) != told:
             raise TypeError(f"{item.example.where} is not the same after it was written as JSON.")

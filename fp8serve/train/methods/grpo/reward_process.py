@@ -1,8 +1,8 @@
 """`python -m fp8serve.train.methods.grpo.reward_process FILE`: runs a user's `reward` where it cannot harm the run.
 
 Lines of JSON: out {"ready": true} or {"error"}; then for each line in, {"prompt", "completion", "row"}, one out,
-{"reward"} or {"error"}. What the user's code prints goes to standard error. The process ends with its standard input,
-in the middle of a call, too.
+{"reward"} or {"error"}. What the user's code prints goes to standard error. The process ends when its standard input
+does, even in the middle of a call.
 """
 
 import json

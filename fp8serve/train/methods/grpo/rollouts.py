@@ -1,9 +1,9 @@
 """The engine that answers a run's prompts, with the weights and scales that the run has at that step.
 
 It lives in the trainer's process. For a whole model it gets this step's weights, quantized as they will be served
-(`served_state`), in place of the last step's. For an adapter it has the base as it is served, and this step's
-adapter beside it. So its log-probabilities have the bits of the coming forward pass
-(model/parity.py names the recipes for which they do not).
+(`served_state`), in place of the last step's. For an adapter it has the base as it is served, and this step's adapter
+beside it. So its log-probabilities have the bits of the next forward pass (model/parity.py names the recipes for which
+they do not).
 """
 
 from collections.abc import Sequence
