@@ -117,11 +117,11 @@ class Requests {
         .by("fp8serve_requests_rejected_total", "reason")
         .filter(([, n]) => n)
         .map(([name, n]) => [`Refused by the bound of ${name}`, count(n)]),
-      ["Starts of a dead engine", count(samples.sum("fp8serve_engine_restarts_total") ?? 0)],
+      ["Engine restarts", count(samples.sum("fp8serve_engine_restarts_total") ?? 0)],
       ...samples
         .by("fp8serve_weight_swaps_total", "outcome")
-        .map(([name, n]) => [`Changes of weights: ${name}`, count(n)]),
-      ["Recomputed for want of cache", count(samples.sum("fp8serve_preemptions_total") ?? 0)],
+        .map(([name, n]) => [`Weight swaps: ${name.replace("_", " ")}`, count(n)]),
+      ["Preempted for lack of cache", count(samples.sum("fp8serve_preemptions_total") ?? 0)],
     ];
     renew(this.ends, pairs, () => [element("h3", {}, "Since the start"), facts(pairs)]);
   }
