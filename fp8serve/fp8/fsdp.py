@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fp8serve.errors import RecipeError
 from fp8serve.fp8 import autocast as contexts
 from fp8serve.fp8.casting import Operand, Quantized, cast_by_amax, cast_delayed
-from fp8serve.fp8.distributed import one_scale
+from fp8serve.fp8.distributed import one_per_tensor, one_scale
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.microbatch import Kept
 from fp8serve.fp8.ops import arithmetic
@@ -71,6 +71,11 @@ class Peers:
     def __init__(self, layers: Sequence[Linear]) -> None:
         self._layers = [weakref.ref(layer) for layer in layers]
 
+    @classmethod
+    def of(cls, module: nn.Module) -> "Peers":
+        """Every `Linear` inside `module`."""
+        return cls([layer for layer in module.modules() if isinstance(layer, Linear)])
+
     def _shards(self, mesh: DeviceMesh) -> list["ShardedWeight"]:
         """The shards over `mesh` at this moment; the same ones on every rank."""
         weights = [layer.weight for layer in (ref() for ref in self._layers) if layer is not None]
@@ -92,7 +97,7 @@ class Peers:
         step = contexts.step()
         if shard.whole is None or shard.whole.step() is not step:
             shards = self._shards(mesh)
-            amaxes = torch.stack([arithmetic.amax(s.hp) for s in shards])
+            amaxes = torch.stack([arithmetic.amax(s.seen) for s in shards])
             for members in (group, *self._sharers()):
                 dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=members)
             for found, amax in zip(shards, amaxes.unbind(), strict=True):
@@ -110,22 +115,26 @@ class Cast(NamedTuple):
 
 
 class ShardedWeight(torch.Tensor):
-    """A rank's rows [n, K] of a weight, in high precision (`hp`), that FSDP2 gathers in FP8."""
+    """A rank's rows [n, K] of a weight, in high precision (`hp`), that FSDP2 gathers in FP8.
+
+    through: the dtype that rows are rounded to before they are quantized; None: they are not.
+    """
 
     hp: Tensor
     peers: Peers
+    through: torch.dtype | None
     whole: WholeAmax | None
     sent: Cast | None  # by the last forward pass
     kept: Kept[Cast]  # by the first microbatch
 
     @staticmethod
-    def __new__(cls, hp: Tensor, peers: Peers) -> "ShardedWeight":
+    def __new__(cls, hp: Tensor, peers: Peers, through: torch.dtype | None = None) -> "ShardedWeight":
         place = {"strides": hp.stride(), "storage_offset": hp.storage_offset()}
         kind = {"dtype": hp.dtype, "device": hp.device, "requires_grad": hp.requires_grad}
         return wrapper(cls, hp.size(), **place, **kind)  # type: ignore[no-any-return]
 
-    def __init__(self, hp: Tensor, peers: Peers) -> None:
-        self.hp, self.peers = hp, peers
+    def __init__(self, hp: Tensor, peers: Peers, through: torch.dtype | None = None) -> None:
+        self.hp, self.peers, self.through = hp, peers, through
         self.whole = self.sent = None
         self.kept = Kept()
 
@@ -142,10 +151,15 @@ class ShardedWeight(torch.Tensor):
             return out
         if out is first.hp:  # in place
             return first
-        return map_tensors(lambda t: ShardedWeight(t, first.peers), out) if func in _KEEP else out
+        return map_tensors(lambda t: ShardedWeight(t, first.peers, first.through), out) if func in _KEEP else out
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedWeight({self.hp!r})"
+
+    @property
+    def seen(self) -> Tensor:
+        """The rows as the quantizer sees them."""
+        return self.hp if self.through is None else self.hp.to(self.through)
 
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
@@ -186,10 +200,10 @@ class ShardedWeight(torch.Tensor):
     def _cast_rows(self, mesh: DeviceMesh, layer: Linear, recipe: Recipe) -> Cast:
         spec = recipe.specs.linear["weight"]
         if (rules := delayed(recipe)) is not None:
-            operand, amax = cast_delayed(self.hp, spec, layer.delayed_states(rules)["weight"].scale, columnwise=False)
+            operand, amax = cast_delayed(self.seen, spec, layer.delayed_states(rules)["weight"].scale, columnwise=False)
             return Cast(*cast(Quantized, operand.rowwise), amax)
         amax = self.peers.whole_amax(self, cast(DTensor, layer.weight).device_mesh, mesh.get_group())
-        return Cast(*cast_by_amax(self.hp, amax, spec), None)
+        return Cast(*cast_by_amax(self.seen, amax, spec), None)
 
 
 class GatheredWeight(torch.Tensor):
@@ -259,24 +273,45 @@ def _usable(mesh: DeviceMesh) -> contexts.Frame:
     return context
 
 
-def gather_in_fp8(module: nn.Module) -> nn.Module:
+def refuses(recipe: Recipe | None) -> str | None:
+    """Why `gather_in_fp8` does not do with a recipe, as a part of a sentence; None: it does."""
+    if recipe is None:
+        return "the weights are not in FP8"
+    if any(recipe.override_linear_precision[:2]):
+        return "fprop or dgrad is in high precision"
+    if not one_per_tensor(recipe):
+        return "the recipe has more than one scale for a weight"
+    return None
+
+
+def gather_in_fp8(module: nn.Module, peers: Peers | None = None, through: torch.dtype | None = None) -> nn.Module:
     """Let FSDP2 all-gather the weights of every `Linear` inside `module` in FP8; call before `fully_shard`.
 
     Divide tensor-parallel layers first (`parallelize`); FSDP2 then shards them over the other dimension of the mesh.
 
     For delayed recipes and current ones with a scale per tensor; anything else is refused with RecipeError in the
-    forward pass. Returns module.
+    forward pass. peers: of a model whose modules are handed in one after the other, those of all. `through`: weights
+    are rounded to this dtype before they are quantized, as those of a BF16 model are. Returns module.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, Linear)]
-    peers = Peers(layers)
+    peers = Peers(layers) if peers is None else peers
     shared: dict[int, nn.Parameter] = {}
     for layer in layers:
         weight = layer.weight
         if id(weight) not in shared:
-            made = ShardedWeight(weight.detach(), peers)
+            made = ShardedWeight(weight.detach(), peers, through)
             shared[id(weight)] = nn.Parameter(made, requires_grad=weight.requires_grad)
         layer.weight = shared[id(weight)]
     return module
+
+
+def local_rows(parameter: nn.Parameter) -> Tensor:
+    """This rank's rows of a parameter that FSDP2 has divided, in high precision, in the same memory; a plain tensor.
+
+    FSDP2 may move them at the first forward pass, but not later.
+    """
+    rows = parameter.detach()
+    return cast(Tensor, _plain(rows._local_tensor if isinstance(rows, DTensor) else rows))
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:

@@ -63,10 +63,12 @@ def _moments(config: TrainConfig, in_matrices: int, others: int) -> int:
     return (2 * in_matrices + in_matrices // 32 if config.optimizer_states == "8bit" else 8 * in_matrices) + 8 * others
 
 
-def check_recompute(config: TrainConfig, model: ModelConfig) -> None:
+def check_layers(config: TrainConfig, model: ModelConfig) -> None:
     """JobError where nothing would be saved: a model that transformers computes is one piece to us."""
     if config.recompute and model.computed_by is not None:
         raise JobError("recompute repeats layer by layer, and transformers computes this model whole; leave it out.")
+    if config.fsdp and model.computed_by is not None:
+        raise JobError("fsdp divides layer by layer, and transformers computes this model whole; leave it out.")
 
 
 def _cached(model: ModelConfig) -> int:

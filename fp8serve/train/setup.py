@@ -6,6 +6,7 @@ an adapter needs its base model.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,15 @@ from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Item, RowCounts, check_length, fingerprint
 from fp8serve.train.events import OnEvent, message
 from fp8serve.train.export import served_in_fp8
-from fp8serve.train.forward import Forward
+from fp8serve.train.forward import Forward, Logits
 from fp8serve.train.lora import adapted_model, trained
-from fp8serve.train.memory import check_recompute
+from fp8serve.train.memory import check_layers
 from fp8serve.train.methods.interface import Method
 from fp8serve.train.methods.table import method_of, reader_of
 from fp8serve.train.optimizer import Optimizer
 from fp8serve.train.order import total_steps
+from fp8serve.train.sharded.building import Sharded, described
+from fp8serve.train.sharded.norm import sharded_norm
 from fp8serve.train.tokenized import TokenizedData
 
 ITEMS = ("items", "eval_items")
@@ -49,18 +52,30 @@ class Setup:
 
     items, eval_items: see `methods.interface`; what is learnt, and what is held out.
     carry: writes the base model's small files into a directory. kept_linears: in high precision, as in the base model.
+    sharded: where the weights are divided among processes; `forward` is its own.
     """
 
     method: Method[Any]
     items: list[Any]
     eval_items: list[Any]
-    decoder: Model
     forward: Forward
     optimizer: Optimizer
     total_steps: int
     data_fingerprint: str
     carry: Callable[[Path], None]
     kept_linears: tuple[str, ...] = ()
+    sharded: Sharded | None = None
+
+    def observe(self, loss: Callable[[Logits], Tensor]) -> None:
+        """`Forward.observe`. Weights that are gathered in FP8 have no other values, so there a second model, which is
+        gathered as it is, lends what it has seen."""
+        if self.sharded is None or not self.sharded.in_fp8:
+            return self.forward.observe(loss)
+        with self.sharded.in_high_precision() as second:
+            state.load_scaling(second, state.scaling_tensors(self.forward))
+            second.observe(loss)
+            state.load_scaling(self.forward, state.scaling_tensors(second))
+        return None
 
     def begun(self, ranks: Ranks) -> "Setup":
         """With items that know what the method has to know of the model as it is now."""
@@ -92,7 +107,7 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent, ranks: Ranks =
     check_format(config)
     model = read_config(source)
     check_length(config.seq_len, model)
-    check_recompute(config, model)
+    check_layers(config, model)
     recipe = config.fp8_recipe
     device_of(config)
     data = TokenizedData(config, source, Tokenizer.from_dir(source, config.today), on_event, keeps=ranks.first)
@@ -104,29 +119,35 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent, ranks: Ranks =
     if kept:
         text = f"{len(kept)} linear layers that are not in FP8 in the model are trained in BF16 and stay so"
         on_event(message("kept", text, kept=len(kept)))
-    decoder = adapted_model(config) if config.lora_rank else _decoder(source, recipe, kept, config)
-    forward = Forward(decoder, None if config.lora_rank else recipe, ranks=ranks, recompute=config.recompute)
+    sharded = Sharded(config, source, kept, ranks) if ranks.in_step else None
+    if sharded is not None:
+        forward, parameters = sharded.forward, sharded.shards.masters
+    else:
+        decoder = adapted_model(config) if config.lora_rank else _decoder(source, recipe, kept, config)
+        forward = Forward(decoder, None if config.lora_rank else recipe, ranks=ranks, recompute=config.recompute)
+        parameters = trained(decoder) if config.lora_rank else dict(decoder.named_parameters())
+    if config.fsdp:
+        on_event(message("sharded", described(sharded), processes=ranks.size))
     if seeded := state.seed_scaling(forward, source):
         on_event(message("seeded", f"{seeded} tensors start with the scales stored in the model", seeded=seeded))
     for reason in forward.differences():
         on_event(message("log_probs_differ", f"A server will return other log-probabilities than this run: {reason}"))
-    parameters = trained(decoder) if config.lora_rank else dict(decoder.named_parameters())
     if config.lora_rank:
         count = sum(parameter.numel() for parameter in parameters.values())
         on_event(message("adapter", f"An adapter of {count} parameters is trained", parameters=count))
         report_rank(parameters, config.lora_rank, on_event)
-    optimizer = Optimizer(parameters, config)
+    optimizer = Optimizer(parameters, config, None if sharded is None else partial(sharded_norm, sharded.shards))
     return Setup(
         method=method_of(config),
         items=items,
         eval_items=eval_items,
-        decoder=decoder,
         forward=forward,
         optimizer=optimizer,
         total_steps=total_steps([item.tokens for item in items], config),
         data_fingerprint=fingerprint(items),
         carry=_nothing if config.lora_rank else carried_files(source),
         kept_linears=kept,
+        sharded=sharded,
     )
 
 

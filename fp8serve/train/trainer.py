@@ -33,7 +33,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,6 +61,7 @@ from fp8serve.train.optimizer import learning_rate
 from fp8serve.train.order import Cursor, Step, walk
 from fp8serve.train.packages import check_states
 from fp8serve.train.reporting import check_installed, reported
+from fp8serve.train.sharded.asking import Asking
 from fp8serve.train.setup import Setup, check_format, environment, prepare
 
 MAX_SKIPPED_IN_A_ROW = 10
@@ -116,7 +117,7 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, ranks: Ranks = ALONE) -> None:
         self.config = config
-        self.ranks = ranks
+        self.ranks = replace(ranks, in_step=config.fsdp and ranks.size > 1)
 
     def run(self, on_event: OnEvent = _ignore, stop: Callable[[], bool] = _never) -> TrainResult:
         """Train to the end, or until `stop()` is true between two steps, on any rank. Events are rank 0's.
@@ -236,12 +237,15 @@ class _Run:
         if before != self.config:  # another try, which skips by itself
             saved.scaling = fallback.rescaled(saved.scaling, before, self.config)
             values["skipped_in_a_row"] = 0
-        state.restore(self.setup.forward, self.setup.optimizer, saved)
+        self._restore(saved)
         self.setup = self.setup.recalled(saved.method)
         held_out = HeldOut(**values.pop("held_out", {}))  # a checkpoint of an older version has none
         values |= {"cursor": Cursor(**values["cursor"]), "held_out": held_out, "returns": self.progress.returns}
         self.progress = Progress(**values)
         self.on_event(events.message("resumed", f"Resumed from step {self.progress.step}", step=self.progress.step))
+
+    def _restore(self, saved: checkpoint.TrainState) -> None:
+        state.restore(self.setup.forward, self.setup.optimizer, saved, self.setup.sharded)
 
     def _warm_scales(self) -> None:
         """Before the first step, fill the histories that the base model does not bring with one observed microbatch.
@@ -254,7 +258,7 @@ class _Run:
         step, _ = next(walk(self.lengths, self.config, self.progress.cursor, 1))
         method, microbatches = self.setup.method, self._items(step)
         weight = method.weight([item for items in microbatches for item in items])
-        self.setup.forward.observe(lambda logits: method.sums(logits, microbatches[0])[0] / weight)
+        self.setup.observe(lambda logits: method.sums(logits, microbatches[0])[0] / weight)
         text = "Scales start from the amaxes of one pass in high precision"
         self.on_event(events.message("scales_observed", text))
 
@@ -303,7 +307,9 @@ class _Run:
                 self._save()
         self._go_back_if_diverged()
         self._save()
-        return self.ranks.by_first(self._finished)
+        chosen = self._chosen()
+        outcome = self._outcome(self._held_out_of(chosen))
+        return self.ranks.by_first(lambda: self._finished(chosen, outcome))
 
     @property
     def _may_go_back(self) -> bool:
@@ -387,7 +393,15 @@ class _Run:
         seed, found, norm = f"{self.config.seed}:{self.progress.step}", list[list[float]](), 0.0
         while len(found) < method.updates and math.isfinite(norm):
             found.append(
-                accumulate(method, forward, optimizer, microbatches, ranks=self.ranks, seed=f"{seed}:{len(found)}")
+                accumulate(
+                    method,
+                    forward,
+                    optimizer,
+                    microbatches,
+                    ranks=self.ranks,
+                    seed=f"{seed}:{len(found)}",
+                    sharded=self.setup.sharded,
+                )
             )
             norm = optimizer.step(rate)
         of_first = [False, *(measure.of_first for measure in method.measures)]
@@ -446,11 +460,17 @@ class _Run:
 
     def _save(self) -> None:
         if self.latest is None or self.latest.name != f"step-{self.progress.step}":
-            self.latest = self.ranks.by_first(self._written)
+            self.latest = self._written_by_first()
             self.saved_at = time.monotonic()
         self.ranks.by_first(self._remove_old)  # also those that a run left which was killed after it had written
 
-    def _written(self) -> Path:
+    def _written_by_first(self) -> Path:
+        if self.setup.sharded is None:
+            return self.ranks.by_first(self._written)
+        asking = state.asking_for(self.setup.sharded, self.setup.optimizer)
+        return asking.by_first(lambda: self._written(asking))
+
+    def _written(self, asking: Asking | None = None) -> Path:
         meta = {
             "step": self.progress.step,
             "config": json.loads(self.config.to_json()),
@@ -459,7 +479,7 @@ class _Run:
             "environment": environment(self.config),
             "kept": self.setup.kept_linears,
         }
-        saved = state.capture(self.setup.forward, self.setup.optimizer, self.setup.kept(), meta)
+        saved = state.capture(self.setup.forward, self.setup.optimizer, self.setup.kept(), meta, asking)
         path = checkpoint.write_checkpoint(self.root, saved, self.setup.carry)
         self.on_event(events.checkpoint(str(path), {**self.progress.metrics, "step": self.progress.step}))
         return path
@@ -484,9 +504,8 @@ class _Run:
         self.on_event(events.message("stopped", f"Stopped at step {self.progress.step}", step=self.progress.step))
         return self._result("stopped", None)
 
-    def _finished(self) -> TrainResult:
-        chosen = self._chosen()
-        self._judge(chosen)
+    def _finished(self, chosen: Path, outcome: Outcome) -> TrainResult:
+        self._judge(chosen, outcome)
         model = self.out / "model"
         self._set_aside(model, chosen)
         if not model.exists():
@@ -498,6 +517,14 @@ class _Run:
 
     def _chosen(self) -> Path:
         """The checkpoint that the result is made of; it is what the model computes with from here on."""
+        chosen = self.ranks.by_first(self._usable)
+        if chosen != self.latest:
+            with self.ranks.together():
+                self._restore(checkpoint.read_checkpoint(chosen))
+        return chosen
+
+    def _usable(self) -> Path:
+        """The checkpoint that was asked for, or the last one where that is damaged."""
         best = self.root / f"step-{self.progress.held_out.best_step}"
         if self.config.result == "last" or self.latest is None or best == self.latest:
             return self._newest()
@@ -505,13 +532,14 @@ class _Run:
             text = f"The best checkpoint, {best.name}, cannot be used ({why}): the result is made of the last one"
             self.on_event(events.message("best_lost", text, level="warn"))
             return self.latest
-        state.restore(self.setup.forward, self.setup.optimizer, checkpoint.read_checkpoint(best))
         return best
 
-    def _judge(self, chosen: Path) -> None:
+    def _held_out_of(self, chosen: Path) -> float | None:
+        """The validation loss of the checkpoint that was chosen."""
+        return self.progress.held_out.best if chosen != self.latest else self.progress.held_out.last
+
+    def _judge(self, chosen: Path, outcome: Outcome) -> None:
         """JobError, or a warning where the owner asked for the model all the same, when the run made it worse."""
-        held_out = self.progress.held_out
-        outcome = self._outcome(held_out.best if chosen != self.latest else held_out.last)
         if outcome.problem is None:
             return
         if self.asked.on_divergence != "keep":
