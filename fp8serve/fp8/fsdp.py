@@ -10,7 +10,9 @@ Each rank holds its rows of a weight in high precision. Before an all-gather it 
 weight, so the gathered data equal those of a single process, bit for bit:
 
 * delayed: the scale is known beforehand and equal on all ranks, because the amaxes are reduced over the group of the
-  `autocast`; it must span the ranks that share the weight. The shard's own amax is staged in the same read.
+  `autocast`; it must span the ranks that share the weight. The cast finds the shard's own amax in the same read. It is
+  gathered with the data, four bytes, or reduced where the rows are uneven, so that any rank on which the layer runs
+  stages the amax of the whole weight: an expert of a mixture may run on one rank only.
 * current: the scale needs the amax of the whole weight. The first gather of a forward pass takes the amaxes of all
   shards of the model and reduces them with a single MAX (and one more over a tensor-parallel group). Each amax is used
   once: when a weight is gathered a second time, all are computed again.
@@ -42,7 +44,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fp8serve.errors import RecipeError
 from fp8serve.fp8 import autocast as contexts
 from fp8serve.fp8.casting import Operand, Quantized, cast_by_amax, cast_delayed
-from fp8serve.fp8.distributed import one_per_tensor, one_scale
+from fp8serve.fp8.distributed import one_scale
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.microbatch import Kept
 from fp8serve.fp8.ops import arithmetic
@@ -164,20 +166,28 @@ class ShardedWeight(torch.Tensor):
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[torch.Size, Cast]]:
-        """This rank's rows, quantized, as uint8 [ceil(N / ranks), K]: in a backward pass those of the forward pass."""
+        """This rank's rows, quantized, as uint8 [ceil(N / ranks), K]: in a backward pass those of the forward pass. Where
+        all ranks have as many rows, also the four bytes of their amax."""
         in_backward = backward_pass() is not None
         sent = self.sent
         if sent is None or not in_backward:
             sent = self._quantized(mesh, cast(Linear, module))
             self.sent = sent._replace(amax=None)  # the layer stages it once
-        q = F.pad(sent.q.view(torch.uint8), (0, 0, 0, -(-outer_size[0] // mesh.size()) - sent.q.shape[0]))
-        return (q,), (outer_size, sent)
+        data, missing = sent.q.view(torch.uint8), -(-outer_size[0] // mesh.size()) - len(sent.q)
+        if outer_size[0] % mesh.size() == 0:
+            amax = torch.zeros((), device=data.device) if sent.amax is None else sent.amax
+            return (data, amax.reshape(1).view(torch.uint8)), (outer_size, sent)
+        if sent.amax is not None:  # FSDP2 takes nothing but the rows where they are uneven
+            dist.all_reduce(sent.amax, dist.ReduceOp.MAX, mesh.get_group())
+        return (F.pad(data, (0, 0, 0, missing)),), (outer_size, sent)
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], sent: tuple[torch.Size, Cast], dtype: torch.dtype, *, out: Any = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The weight that the layer sees; `out` is that of an earlier gather, whose data FSDP has just refilled."""
         size, mine = sent
+        if mine.amax is not None and len(outputs) > 1:
+            mine = mine._replace(amax=outputs[1].view(torch.float32).max().view_as(mine.amax))
         if out is not None:
             out.renew(mine)
             return None
@@ -209,7 +219,7 @@ class ShardedWeight(torch.Tensor):
 class GatheredWeight(torch.Tensor):
     """A whole weight [N, K] that exists in FP8 only; its dtype is that of its gradient."""
 
-    quantized: Cast  # q [N, K] in FSDP's buffer; amax of this rank's rows, until it is staged
+    quantized: Cast  # q [N, K] in FSDP's buffer; amax of all rows, until it is staged
 
     @staticmethod
     def __new__(cls, quantized: Cast, dtype: torch.dtype) -> "GatheredWeight":
@@ -271,17 +281,6 @@ def _usable(mesh: DeviceMesh) -> contexts.Frame:
         )
     one_scale(recipe, context.group, mesh.get_group(), "gather_in_fp8")
     return context
-
-
-def refuses(recipe: Recipe | None) -> str | None:
-    """Why `gather_in_fp8` does not do with a recipe, as a part of a sentence; None: it does."""
-    if recipe is None:
-        return "the weights are not in FP8"
-    if any(recipe.override_linear_precision[:2]):
-        return "fprop or dgrad is in high precision"
-    if not one_per_tensor(recipe):
-        return "the recipe has more than one scale for a weight"
-    return None
 
 
 def gather_in_fp8(module: nn.Module, peers: Peers | None = None, through: torch.dtype | None = None) -> nn.Module:

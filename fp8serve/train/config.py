@@ -239,6 +239,10 @@ class TrainConfig:
         """Whether several processes can take a step together: its items are known beforehand."""
         return self.method != "grpo"
 
+    def processes(self, most: int) -> int:
+        """How many of so many processes a step has work for."""
+        return min(most, self.accumulate) if self.divides else 1
+
     @property
     def fp8_recipe(self) -> Recipe | None:
         """The recipe that the name and the options make; None computes in BF16. Raises RecipeError."""

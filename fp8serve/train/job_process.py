@@ -77,10 +77,9 @@ def main(arguments: list[str]) -> int:
 def processes(directory: Path, most: int) -> int:
     """As many as a step has microbatches; one for a job that will say what is wrong with it."""
     try:
-        config = job_config(directory)
+        return job_config(directory).processes(most)
     except Fp8ServeError:
         return 1
-    return min(most, config.accumulate) if config.divides else 1
 
 
 def _group(job: str, count: int) -> int:

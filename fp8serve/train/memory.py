@@ -5,6 +5,7 @@ nor are the masks and buffers of a model that transformers computes.
 """
 
 from fp8serve.errors import JobError
+from fp8serve.fp8.recipe import why_not_gathered
 from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.config.mixture import Experts
 from fp8serve.train.config import TrainConfig
@@ -18,8 +19,10 @@ LOGITS_AT_ONCE = 1 << 20  # elements that are widened to FP32 together (target_l
 SENT_BYTES = 8  # per hidden element of a token, for each of the experts that it is sent to
 
 
-def memory_estimate(model: ModelConfig, config: TrainConfig, tokens: int, fraction: float) -> dict[str, int]:
-    """Bytes by part for microbatches of `tokens` tokens of which `fraction` carry loss, and "total", the peak.
+def memory_estimate(
+    model: ModelConfig, config: TrainConfig, tokens: int, fraction: float, processes: int = 1
+) -> dict[str, int]:
+    """Bytes of each of the `processes` by part for microbatches of `tokens` tokens of which `fraction` carry loss, and "total", the peak.
 
     weights: masters and moments, of every expert, and with masters in the optimizer the BF16 model; gradients: with
     masters in the optimizer in BF16 and in FP32; casts: FP8 weights and BF16 casts of the rest while a step runs;
@@ -28,7 +31,9 @@ def memory_estimate(model: ModelConfig, config: TrainConfig, tokens: int, fracti
 
     In the backward pass activations go as gradients come, so the peak has the larger of the two; where gradients are
     accumulated those of the microbatch before are there from the start, and it has both. With answers that are written
-    first (grpo), `tokens` are the prompts'; engine: the weights and the cache of what writes them.
+    first (grpo), `tokens` are the prompts'; engine: the weights and the cache of what writes them. With `fsdp` each
+    process has its part of weights, moments and summed gradients, and gathers a layer at a time; casts: what is
+    gathered, and the FP8 weights that are kept for the backward pass.
     """
     if config.method == "grpo":
         answers = config.batch_size * config.num_generations * longest_answer(config)
@@ -38,8 +43,9 @@ def memory_estimate(model: ModelConfig, config: TrainConfig, tokens: int, fracti
         return _of_adapter(model, config, tokens, fraction)
     linears, others = parameter_counts(model)
     every, in_model = linears + others, config.master_weights == "model"
-    recipe = config.fp8_recipe
-    once = recipe is not None and recipe.specs.linear["weight"].serves_both_directions
+    if config.fsdp and processes > 1:
+        return _of_shards(model, config, tokens, fraction, processes)
+    recipe, once = config.fp8_recipe, _has_one_cast(config)
     parts = {
         "weights": every * (4 if in_model else 6) + _moments(config, every - _norms(model), _norms(model)),
         "gradients": every * (4 if in_model else 6),
@@ -52,6 +58,33 @@ def memory_estimate(model: ModelConfig, config: TrainConfig, tokens: int, fracti
     passing = parts["activations"] + parts["logits"]
     both = max(parts["gradients"], passing) if config.accumulate == 1 else parts["gradients"] + passing
     return {**parts, "total": parts["weights"] + parts["casts"] + parts.get("engine", 0) + both}
+
+
+def _has_one_cast(config: TrainConfig) -> bool:
+    """Whether the FP8 data of a weight serve both directions."""
+    recipe = config.fp8_recipe
+    return recipe is not None and recipe.specs.linear["weight"].serves_both_directions
+
+
+def _of_shards(
+    model: ModelConfig, config: TrainConfig, tokens: int, fraction: float, processes: int
+) -> dict[str, int]:
+    """gradients: the sums, and those of the largest unit, its own and all parts that others send; casts: a layer as it
+    is gathered, twice, because the next one is fetched early, and what is around the layers in BF16."""
+    linears, rest = parameter_counts(model)
+    every, layer = linears + rest, linears // model.num_layers
+    own = 4 * every + _moments(config, every - _norms(model), _norms(model))
+    in_fp8 = why_not_gathered(config.fp8_recipe) is None
+    element = 1 if in_fp8 else 2 if config.fp8_recipe is None or config.master_weights == "optimizer" else 4
+    cast = 0 if config.fp8_recipe is None else linears * (1 if _has_one_cast(config) else 2)
+    parts = {
+        "weights": own // processes,
+        "gradients": 4 * every // processes + 8 * max(layer, rest),
+        "casts": 2 * rest + 2 * element * layer + (cast // processes if in_fp8 else cast),
+        "activations": tokens * _kept(model, config),
+        "logits": _of_logits(int(tokens * fraction) * model.vocab_size),
+    }
+    return {**parts, "total": sum(parts.values())}
 
 
 def _of_logits(elements: int) -> int:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8serve.errors import JobError
+from fp8serve.model.storage.mapped import release_pages
 from fp8serve.train import eight_bit
 from fp8serve.train.config import TrainConfig
 
@@ -124,7 +125,8 @@ class Optimizer:
 
     @torch.no_grad()
     def load(self, masters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-        """Restores `masters` and `state()`. Raises JobError when names or shapes do not fit."""
+        """Restores `masters` and `state()`, which may be views of files. Raises JobError when names or shapes do not
+        fit."""
         if set(masters) != set(self.masters):
             raise JobError(
                 "The checkpoint's weights are not those of this model; start again in a fresh output directory."
@@ -132,10 +134,12 @@ class Optimizer:
         for name, value in masters.items():
             self.masters[name].copy_(value)
             self._model[name].copy_(value)
+            release_pages(value)
         moments: dict[str, dict[str, Tensor]] = {}
         for key, value in state.items():
             name, _, kind = key.rpartition(".")
             moments.setdefault(name, {})[kind] = value.to(self.masters[name].device, copy=True)
+            release_pages(value)
         for name, entry in moments.items():
             master = self.masters[name]
             self._of(master).state[master] = eight_bit.whole(entry, master)

@@ -4,6 +4,7 @@ A checkpoint is itself a model directory, so a resumed job needs nothing of the 
 an adapter needs its base model.
 """
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +25,7 @@ from fp8serve.model.checkpoint import load_trainable, open_checkpoint
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.formats.quantization_config import quantization_files
 from fp8serve.model.storage.files import read_json
+from fp8serve.model.storage.heap import trim
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.ranks import ALONE, Ranks
 from fp8serve.train import state
@@ -41,6 +43,7 @@ from fp8serve.train.optimizer import Optimizer
 from fp8serve.train.order import total_steps
 from fp8serve.train.sharded.building import Sharded, described
 from fp8serve.train.sharded.norm import sharded_norm
+from fp8serve.train.sharded.rows import check_blocks
 from fp8serve.train.tokenized import TokenizedData
 
 ITEMS = ("items", "eval_items")
@@ -71,10 +74,15 @@ class Setup:
         gathered as it is, lends what it has seen."""
         if self.sharded is None or not self.sharded.in_fp8:
             return self.forward.observe(loss)
-        with self.sharded.in_high_precision() as second:
-            state.load_scaling(second, state.scaling_tensors(self.forward))
-            second.observe(loss)
-            state.load_scaling(self.forward, state.scaling_tensors(second))
+        ranks = self.sharded.shards.ranks
+        with ranks.together():
+            second = self.sharded.in_high_precision()
+        state.load_scaling(second, state.scaling_tensors(self.forward))
+        second.observe(loss)
+        state.load_scaling(self.forward, state.scaling_tensors(second))
+        del second  # it is made of cycles
+        gc.collect()
+        trim()
         return None
 
     def begun(self, ranks: Ranks) -> "Setup":
@@ -121,6 +129,8 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent, ranks: Ranks =
         on_event(message("kept", text, kept=len(kept)))
     sharded = Sharded(config, source, kept, ranks) if ranks.in_step else None
     if sharded is not None:
+        if config.optimizer_states == "8bit":
+            check_blocks(sharded.shards)
         forward, parameters = sharded.forward, sharded.shards.masters
     else:
         decoder = adapted_model(config) if config.lora_rank else _decoder(source, recipe, kept, config)

@@ -2,9 +2,8 @@
 process holds one layer at a time, and then the embedding and the head.
 """
 
-import gc
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,8 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from fp8serve.fp8.fsdp import Peers, gather_in_fp8, refuses
+from fp8serve.fp8.fsdp import Peers, gather_in_fp8
 from fp8serve.fp8.linear import convert
+from fp8serve.fp8.recipe import why_not_gathered
 from fp8serve.fp8.torch_private import settle_shards
 from fp8serve.model.checkpoint import Checkpoint, fill, outline
 from fp8serve.model.config.mixture import keeps_fp32
@@ -41,7 +41,7 @@ class Sharded:
         decoder, checkpoint = outline(source, torch.float32)
         if recipe is not None:
             convert(decoder, skip=(decoder.head_name, *kept))
-        self.why_not_fp8 = refuses(recipe)
+        self.why_not_fp8 = why_not_gathered(recipe)
         self.in_fp8 = self.why_not_fp8 is None if in_fp8 is None else in_fp8
         self.forward = Forward(decoder, recipe, ranks=ranks, recompute=config.recompute, device=config.device)
         self.units = _divided(self.forward, checkpoint, config, self.in_fp8)
@@ -53,15 +53,10 @@ class Sharded:
             module.set_force_sum_reduction_for_comms(True)
         self.shards = Shards(dict(decoder.named_parameters()), ranks)
 
-    @contextmanager
-    def in_high_precision(self) -> Iterator[Forward]:
-        """A second model, read again and gathered as it is; it is gone afterwards. A collective."""
-        ranks = self._made_of[-1]
-        with ranks.together():
-            second = Sharded(*self._made_of, in_fp8=False)
-        yield second.forward
-        del second
-        gc.collect()
+    def in_high_precision(self) -> Forward:
+        """A second model, read again, whose weights are gathered as they are; it keeps little of its layers."""
+        config, *rest = self._made_of
+        return Sharded(replace(config, recompute=True), *rest, in_fp8=False).forward
 
     def exchange(self) -> ShardedExchange:
         """For the microbatches of one step."""

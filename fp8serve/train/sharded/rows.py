@@ -5,14 +5,16 @@ What belongs to a parameter and has another first dimension, as the scales of 8-
 places. Parameters that are not trained are whole on every process.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import math
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fp8serve.errors import JobError
 from fp8serve.fp8.fsdp import local_rows
 from fp8serve.ranks import Ranks
+from fp8serve.train.eight_bit import BLOCK, SMALLEST, has_blocks
 
 
 def rows_of(length: int, rank: int, size: int) -> tuple[int, int]:
@@ -55,6 +57,21 @@ class Shards:
         return _Own(self, tensors, names)
 
 
+def check_blocks(shards: Shards) -> None:
+    """JobError where moments of 8 bits would have other blocks than those of one process."""
+    size = shards.ranks.size
+    for name, shape in shards.shapes.items():
+        elements = math.prod(shape)
+        if len(shape) < 2 or not has_blocks(elements):
+            continue
+        cuts = [shards.cut(name, elements, rank) for rank in range(size)]
+        if not all(begin % BLOCK == 0 and has_blocks(end - begin) for begin, end in cuts):
+            raise JobError(
+                f"optimizer_states=\"8bit\" keeps moments in blocks of {BLOCK} numbers, at least {SMALLEST} of a matrix, "
+                f"and {size} processes cut {name} elsewhere; use fp32, another number of processes, or no fsdp."
+            )
+
+
 class _Own(Mapping[str, Tensor]):
     def __init__(self, shards: Shards, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
         self._shards, self._tensors, self._names = shards, tensors, names
@@ -73,6 +90,6 @@ class _Own(Mapping[str, Tensor]):
         return len(self._tensors)
 
 
-def parameters_of(keys: Any) -> dict[str, str]:
+def parameters_of(keys: Iterable[str]) -> dict[str, str]:
     """The parameter that each tensor of an optimizer's state belongs to, by the tensor's name."""
     return {key: key.rpartition(".")[0] for key in keys}

@@ -4,6 +4,9 @@ when it runs, forward and backward, and freed behind it.
 FSDP2 makes all weights of a unit one type. Where the trainer casts all of them to BF16 (`train.forward`), it is told to
 gather BF16. A layer in FP8 hands its FP32 weights to the quantizer: it is gathered as it is, its linears in FP8 where
 the recipe allows that (`fp8.fsdp`), and its norms are cast here. Constants that are not trained stay whole.
+
+On a CPU the gathered weights of each layer come from the heap, between activations that stay. glibc would not fit those
+of the next layer into the holes: without `trim` a process took more for holes than for its shards.
 """
 
 from collections.abc import Collection, Sequence
@@ -17,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from fp8serve.model.storage.heap import trim
 from fp8serve.train.exchange import NOTHING
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -39,6 +43,7 @@ class Unit(nn.Module):
 
     def forward(self, x: Tensor, *given: Any) -> Tensor:
         """part(x, place, attend)."""
+        trim()
         if not torch.is_grad_enabled():
             return self._run(x, *given)
         x = _Completed.apply(x, self)  # type: ignore[no-untyped-call]
@@ -56,6 +61,7 @@ class Unit(nn.Module):
     def complete_gradients(self) -> None:
         """Notes which weights have a gradient, and gives the others one that changes nothing: on other ranks they may
         have one, and all must send the same."""
+        trim()
         parameters = dict(self.part.named_parameters())
         for name in self.trained:
             parameter = parameters[name]
