@@ -166,8 +166,8 @@ class ShardedWeight(torch.Tensor):
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[torch.Size, Cast]]:
-        """This rank's rows, quantized, as uint8 [ceil(N / ranks), K]: in a backward pass those of the forward pass. Where
-        all ranks have as many rows, also the four bytes of their amax."""
+        """This rank's rows, quantized, as uint8 [ceil(N / ranks), K]: in a backward pass those of the forward pass.
+        Where all ranks have as many rows, also the four bytes of their amax."""
         in_backward = backward_pass() is not None
         sent = self.sent
         if sent is None or not in_backward:

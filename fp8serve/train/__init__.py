@@ -8,8 +8,9 @@
                                    one step's arithmetic, and the loss on held-out items
     scratch                        a model from nothing
     trainer, setup, state          a run
+    sharded                        one whose weights are divided among processes
     checkpoint, carry              what it writes between steps
-    export                         a checkpoint -> a served model
+    finishing, export              a checkpoint -> a served model
     events                         what it tells
     job_process                    the process that it runs in
 

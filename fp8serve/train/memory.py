@@ -22,7 +22,8 @@ SENT_BYTES = 8  # per hidden element of a token, for each of the experts that it
 def memory_estimate(
     model: ModelConfig, config: TrainConfig, tokens: int, fraction: float, processes: int = 1
 ) -> dict[str, int]:
-    """Bytes of each of the `processes` by part for microbatches of `tokens` tokens of which `fraction` carry loss, and "total", the peak.
+    """Bytes of each of the `processes` by part for microbatches of `tokens` tokens of which `fraction` carry loss, and
+    "total", the peak.
 
     weights: masters and moments, of every expert, and with masters in the optimizer the BF16 model; gradients: with
     masters in the optimizer in BF16 and in FP32; casts: FP8 weights and BF16 casts of the rest while a step runs;
@@ -66,9 +67,7 @@ def _has_one_cast(config: TrainConfig) -> bool:
     return recipe is not None and recipe.specs.linear["weight"].serves_both_directions
 
 
-def _of_shards(
-    model: ModelConfig, config: TrainConfig, tokens: int, fraction: float, processes: int
-) -> dict[str, int]:
+def _of_shards(model: ModelConfig, config: TrainConfig, tokens: int, fraction: float, processes: int) -> dict[str, int]:
     """gradients: the sums, and those of the largest unit, its own and all parts that others send; casts: a layer as it
     is gathered, twice, because the next one is fetched early, and what is around the layers in BF16."""
     linears, rest = parameter_counts(model)
@@ -77,10 +76,11 @@ def _of_shards(
     in_fp8 = why_not_gathered(config.fp8_recipe) is None
     element = 1 if in_fp8 else 2 if config.fp8_recipe is None or config.master_weights == "optimizer" else 4
     cast = 0 if config.fp8_recipe is None else linears * (1 if _has_one_cast(config) else 2)
+    kept = cast // processes if in_fp8 else cast // model.num_layers if config.recompute else cast
     parts = {
         "weights": own // processes,
         "gradients": 4 * every // processes + 8 * max(layer, rest),
-        "casts": 2 * rest + 2 * element * layer + (cast // processes if in_fp8 else cast),
+        "casts": 2 * rest + 2 * element * layer + kept,
         "activations": tokens * _kept(model, config),
         "logits": _of_logits(int(tokens * fraction) * model.vocab_size),
     }

@@ -41,17 +41,15 @@ import torch
 
 from fp8serve.errors import JobError
 from fp8serve.fp8.scaling import ScalingState
-from fp8serve.model.readers import reader_notes
 from fp8serve.model.storage.files import read_json
 from fp8serve.model.storage.lock import take_lock
-from fp8serve.model.stored import open_checkpoint
 from fp8serve.ranks import ALONE, Ranks
 from fp8serve.train import checkpoint, events, fallback, state
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Item
 from fp8serve.train.divergence import DivergenceError, Outcome
 from fp8serve.train.events import OnEvent
-from fp8serve.train.export import export
+from fp8serve.train.finishing import chosen_of, judge, published
 from fp8serve.train.gradients import accumulate
 from fp8serve.train.health import Health
 from fp8serve.train.held_out import HeldOut, held_out_metrics
@@ -61,8 +59,8 @@ from fp8serve.train.optimizer import learning_rate
 from fp8serve.train.order import Cursor, Step, walk
 from fp8serve.train.packages import check_states
 from fp8serve.train.reporting import check_installed, reported
-from fp8serve.train.sharded.asking import Asking
 from fp8serve.train.setup import Setup, check_format, environment, prepare
+from fp8serve.train.sharded.asking import Asking
 
 MAX_SKIPPED_IN_A_ROW = 10
 
@@ -306,9 +304,9 @@ class _Run:
                 self._go_back_if_diverged()
                 self._save()
         self._go_back_if_diverged()
-        self._save()
-        chosen = self._chosen()
-        outcome = self._outcome(self._held_out_of(chosen))
+        latest, held_out = self._save(), self.progress.held_out
+        chosen = self._chosen(latest)
+        outcome = self._outcome(held_out.last if chosen == latest else held_out.best)
         return self.ranks.by_first(lambda: self._finished(chosen, outcome))
 
     @property
@@ -458,11 +456,13 @@ class _Run:
             loss = self.progress.held_out.first = self._validated()["valid_loss"]
             self.on_event(events.message("validated", f"Validation loss before the first step: {loss:.4f}", loss=loss))
 
-    def _save(self) -> None:
+    def _save(self) -> Path:
+        """The newest checkpoint, of the step where the run stands."""
         if self.latest is None or self.latest.name != f"step-{self.progress.step}":
             self.latest = self._written_by_first()
             self.saved_at = time.monotonic()
         self.ranks.by_first(self._remove_old)  # also those that a run left which was killed after it had written
+        return self.latest
 
     def _written_by_first(self) -> Path:
         if self.setup.sharded is None:
@@ -505,49 +505,17 @@ class _Run:
         return self._result("stopped", None)
 
     def _finished(self, chosen: Path, outcome: Outcome) -> TrainResult:
-        self._judge(chosen, outcome)
-        model = self.out / "model"
-        self._set_aside(model, chosen)
-        if not model.exists():
-            export(chosen, model)
-            self.on_event(events.message("exported", f"The trained model is in {model}", path=str(model)))
-            for note in () if self.config.lora_rank else reader_notes(open_checkpoint(model)):
-                self.on_event(events.message("readers", note, level="warn"))
-        return self._result("succeeded", str(model))
+        judge(self.asked, chosen, outcome, self.on_event)
+        return self._result("succeeded", str(published(self.config, chosen, self.on_event)))
 
-    def _chosen(self) -> Path:
+    def _chosen(self, latest: Path) -> Path:
         """The checkpoint that the result is made of; it is what the model computes with from here on."""
-        chosen = self.ranks.by_first(self._usable)
-        if chosen != self.latest:
+        best = self.progress.held_out.best_step
+        chosen = self.ranks.by_first(lambda: chosen_of(self.config, latest, best, self.on_event))
+        if chosen != latest:
             with self.ranks.together():
                 self._restore(checkpoint.read_checkpoint(chosen))
         return chosen
-
-    def _usable(self) -> Path:
-        """The checkpoint that was asked for, or the last one where that is damaged."""
-        best = self.root / f"step-{self.progress.held_out.best_step}"
-        if self.config.result == "last" or self.latest is None or best == self.latest:
-            return self._newest()
-        if (why := checkpoint.verify(best)) is not None:
-            text = f"The best checkpoint, {best.name}, cannot be used ({why}): the result is made of the last one"
-            self.on_event(events.message("best_lost", text, level="warn"))
-            return self.latest
-        return best
-
-    def _held_out_of(self, chosen: Path) -> float | None:
-        """The validation loss of the checkpoint that was chosen."""
-        return self.progress.held_out.best if chosen != self.latest else self.progress.held_out.last
-
-    def _judge(self, chosen: Path, outcome: Outcome) -> None:
-        """JobError, or a warning where the owner asked for the model all the same, when the run made it worse."""
-        if outcome.problem is None:
-            return
-        if self.asked.on_divergence != "keep":
-            raise JobError(
-                f"{outcome.problem}; lower lr ({self.config.lr}), or make a model of {chosen} by starting again with "
-                'on_divergence="keep" (--on-divergence keep).'
-            )
-        self.on_event(events.message("diverged", outcome.problem, level="warn"))
 
     def _outcome(self, held_out_after: float | None) -> Outcome:
         """How the model is now, beside how it was."""
@@ -568,17 +536,6 @@ class _Run:
                 f"The loss of the first rows is {loss} before any step; check the model's weights and scales."
             )
         return loss
-
-    def _set_aside(self, model: Path, chosen: Path) -> None:
-        """A model of another step of this run keeps its files under another name, because a server may be using
-        them."""
-        if model.exists() and f"step-{(step := read_json(model / 'training.json', JobError)['step'])}" != chosen.name:
-            model.rename(model.with_name(f"model-step-{step}"))
-
-    def _newest(self) -> Path:
-        if self.latest is None:
-            raise JobError(f"{self.root} holds no checkpoint to make a model from.")
-        return self.latest
 
     def _result(self, status: Literal["succeeded", "stopped"], model: str | None) -> TrainResult:
         return TrainResult(

@@ -7,7 +7,6 @@ The others answer until they are told that it is done, whether it has succeeded 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 

@@ -67,7 +67,7 @@ def check_blocks(shards: Shards) -> None:
         cuts = [shards.cut(name, elements, rank) for rank in range(size)]
         if not all(begin % BLOCK == 0 and has_blocks(end - begin) for begin, end in cuts):
             raise JobError(
-                f"optimizer_states=\"8bit\" keeps moments in blocks of {BLOCK} numbers, at least {SMALLEST} of a matrix, "
+                f'optimizer_states="8bit" keeps moments in blocks of {BLOCK} numbers, at least {SMALLEST} of a matrix, '
                 f"and {size} processes cut {name} elsewhere; use fp32, another number of processes, or no fsdp."
             )
 

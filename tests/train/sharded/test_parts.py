@@ -27,9 +27,8 @@ from fp8serve.train.state import load_scaling, scaling_tensors
 from tests.compatibility.cases import KINDS
 from tests.fp8.distributed.ranks import on_ranks
 from tests.model.oracle import make_model
-
-from ..conftest import Configure
-from ..test_forward import row
+from tests.train.conftest import Configure
+from tests.train.test_forward import row
 
 pytestmark = pytest.mark.distributed
 BATCHES = (((1, 20), (2, 9)), ((3, 14),))

@@ -18,11 +18,10 @@ from fp8serve.train.scratch import write_random_model
 from fp8serve.train.trainer import Trainer
 from tests.fp8.distributed.ranks import on_ranks
 from tests.patience import PATIENCE, until
-
-from ..conftest import TEXTS, Configure, write_lines
-from ..test_experts import write_mixture
-from ..test_job_process import events, finish, make_job
-from ..test_processes import (
+from tests.train.conftest import TEXTS, Configure, write_lines
+from tests.train.test_experts import write_mixture
+from tests.train.test_job_process import events, finish, make_job
+from tests.train.test_processes import (
     SHARED,
     _train_spoiled,
     assert_same,
@@ -71,9 +70,7 @@ def without_option(files: dict[str, str]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.smoke if c == "delayed" else ()) for c in CASES])
-def test_two_processes_train_the_bytes_of_one(
-    case: str, configure: Configure, tmp_path: Path, data: Path
-) -> None:
+def test_two_processes_train_the_bytes_of_one(case: str, configure: Configure, tmp_path: Path, data: Path) -> None:
     """The last step of an epoch has three microbatches, which no number of processes here divides."""
     options: dict[str, Any] = {"eval_data": [str(data)], "eval_every": 2, "save_every": 2}
     worlds = (2, 4) if case == "delayed" else (2,)
@@ -112,7 +109,9 @@ def test_pairs_get_their_reference_from_all_processes(configure: Configure, tmp_
 
 
 def test_the_best_checkpoint_becomes_the_model_of_a_run_that_ends_early(configure: Configure, tmp_path: Path) -> None:
-    held_out = write_lines(tmp_path / "held-out.jsonl", [{"text": f"What nobody learns {i} {i * i}."} for i in range(5)])
+    held_out = write_lines(
+        tmp_path / "held-out.jsonl", [{"text": f"What nobody learns {i} {i * i}."} for i in range(5)]
+    )
     options = {"lr": 0.02, "max_steps": 12, "eval_data": [str(held_out)], "eval_every": 1, "patience": 2}
     assert_trains_as_one(configure, tmp_path, result="best", on_divergence="keep", warmup_steps=1, **options)
     best = metrics_of(tmp_path / "2")["held_out"]["best_step"]
@@ -154,9 +153,7 @@ def test_moments_of_eight_bits_are_those_of_one_process(configure: Configure, tm
     config = configure(**options, fsdp=True, out=str(tmp_path / "two"))
     by_processes(2, config, 3)
     by_processes(2, config)
-    one, two = (
-        {n: h for n, h in trained(tmp_path / run).items() if "step-6" in n} for run in ("one", "two")
-    )
+    one, two = ({n: h for n, h in trained(tmp_path / run).items() if "step-6" in n} for run in ("one", "two"))
     assert any(name.endswith("optimizer.safetensors") for name in one)
     assert one == two
 
@@ -198,7 +195,9 @@ def test_one_process_has_nothing_to_divide(configure: Configure) -> None:
     told: list[dict[str, Any]] = []
     result = Trainer(configure(fsdp=True)).run(told.append)
     assert result.status == "succeeded"
-    assert "There is one process, so nothing is divided (fsdp)" in [e["message"] for e in told if e["type"] == "message"]
+    assert "There is one process, so nothing is divided (fsdp)" in [
+        e["message"] for e in told if e["type"] == "message"
+    ]
 
 
 @pytest.mark.parametrize(
