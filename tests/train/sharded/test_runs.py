@@ -16,7 +16,10 @@ from fp8serve.train.config import TrainConfig
 from fp8serve.train.job_process import EXIT_STOPPED
 from fp8serve.train.scratch import write_random_model
 from fp8serve.train.trainer import Trainer
+from fp8serve.train.validate import validate
+from tests.compatibility.cases import make
 from tests.fp8.distributed.ranks import on_ranks
+from tests.model.oracle import write_tokenizer
 from tests.patience import PATIENCE, until
 from tests.train.conftest import TEXTS, Configure, write_lines
 from tests.train.test_experts import write_mixture
@@ -60,13 +63,8 @@ def assert_trains_as_one(configure: Configure, tmp_path: Path, worlds: tuple[int
         assert silent == [[]] * (world - 1)
         assert len(heard) == len(told[0]) + 1  # which says how weights are divided
         assert "model/training.json" in trained(tmp_path / "one")
-        assert without_option(trained(tmp_path / "one")) == without_option(trained(tmp_path / str(world)))
+        assert trained(tmp_path / "one") == trained(tmp_path / str(world))
         assert metrics_of(tmp_path / "one") == metrics_of(tmp_path / str(world))
-
-
-def without_option(files: dict[str, str]) -> dict[str, str]:
-    """All files but the record of the model, which says that the job has this option."""
-    return {name: digest for name, digest in files.items() if name != "model/training.json"}
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.smoke if c == "delayed" else ()) for c in CASES])
@@ -126,7 +124,7 @@ def test_a_run_that_diverges_goes_back(configure: Configure, tmp_path: Path) -> 
         config = configure(**{**SHARED, "accumulate": 2, **back}, fsdp=world > 1)
         told.append(on_ranks(world, _train_spoiled, world, config.to_json()))
     assert told[1][1] == []
-    assert without_option(trained(tmp_path / "1")) == without_option(trained(tmp_path / "2"))
+    assert trained(tmp_path / "1") == trained(tmp_path / "2")
     assert metrics_of(tmp_path / "2")["returns"] == 2
 
 
@@ -232,3 +230,11 @@ def test_sharded_processes_killed_at_random_write_the_directory_of_one(tmp_path:
     assert_same(whole, job)
     losses = [[(e["step"], e["train_loss"]) for e in metrics_in(directory)] for directory in (whole, job)]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("check", [validate, lambda config: Trainer(config).run()], ids=["dry run", "run"])
+def test_a_model_that_transformers_computes_is_refused(configure: Configure, tmp_path: Path, check: Any) -> None:
+    make("gpt_neox", tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    with pytest.raises(JobError, match="fsdp divides layer by layer, and transformers computes this model whole"):
+        check(configure(model=str(tmp_path / "model"), fsdp=True))
