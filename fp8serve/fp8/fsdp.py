@@ -304,12 +304,13 @@ def gather_in_fp8(module: nn.Module, peers: Peers | None = None, through: torch.
     return module
 
 
-def local_rows(parameter: nn.Parameter) -> Tensor:
-    """This rank's rows of a parameter that FSDP2 has divided, in high precision, in the same memory; a plain tensor.
+def local_rows(divided: Tensor) -> Tensor:
+    """This rank's rows of a parameter that FSDP2 has divided, or of its gradient: a plain tensor in high precision, in
+    the same memory.
 
     FSDP2 may move them at the first forward pass, but not later.
     """
-    rows = parameter.detach()
+    rows = divided.detach()
     return cast(Tensor, _plain(rows._local_tensor if isinstance(rows, DTensor) else rows))
 
 

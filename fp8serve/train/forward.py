@@ -42,6 +42,7 @@ from fp8serve.ranks import ALONE, Ranks
 from fp8serve.train.batch import PackedBatch
 from fp8serve.train.target_log_probs import summed_loss, target_log_probs
 
+AttentionOptions = tuple[float, int | None, float | None, Tensor | None]  # `Decoder.attention_options`
 Logits = Callable[[PackedBatch], Tensor]
 """[P, vocab] of the positions of a batch that are to predict, in BF16: as the head computes them."""
 
@@ -82,7 +83,7 @@ class Network(nn.Module):
             return self._by_parts(batch, rotated(attend), [partial(_recomputed, part) for part in self.decoder.parts])
         return self.decoder(batch.token_ids, batch.positions, rotated(attend))  # type: ignore[no-any-return]
 
-    def _attention_options(self) -> Callable[[int], Any]:
+    def _attention_options(self) -> Callable[[int], AttentionOptions]:
         """Those of a layer. They have weights in them: a unit has its own only while it runs, and a layer that runs
         again, outside of the caller's `functional_call`, has to be given those of its first run."""
         if self.units is not None:

@@ -160,7 +160,8 @@ def global_norm(grads: Mapping[str, Tensor]) -> float:
 
 def row_norms(grad: Tensor) -> Tensor:
     """FP32, flat: the norm of each row of a gradient [..., n]."""
-    return torch.linalg.vector_norm(grad, dim=-1).flatten()
+    norms: Tensor = torch.linalg.vector_norm(grad, dim=-1)
+    return norms.flatten()
 
 
 def norm_of_rows(norms: Sequence[Tensor]) -> float:

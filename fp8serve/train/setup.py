@@ -69,6 +69,11 @@ class Setup:
     kept_linears: tuple[str, ...] = ()
     sharded: Sharded | None = None
 
+    @property
+    def decoder(self) -> Model:
+        """The model that is trained."""
+        return self.forward.network.decoder
+
     def observe(self, loss: Callable[[Logits], Tensor]) -> None:
         """`Forward.observe`. Weights that are gathered in FP8 have no other values, so there a second model, which is
         gathered as it is, lends what it has seen."""

@@ -77,15 +77,12 @@ def capture(
     asking: Asking | None = None,
 ) -> TrainState:
     """The run's tensors as references, to be written before the next step; copies only of weights that files hold
-    transposed. asking: for the parts of a sharded run's, under the names that `parts_of` gives them."""
-    masters, moments = optimizer.masters, optimizer.state()
-    if asking is not None:
-        masters, moments = (_whole(asking, kind, of) for kind, of in (("model", masters), ("optimizer", moments)))
-    else:
-        masters = turned(masters, transposed_linears(forward.network.decoder))
+    transposed. asking: for the parts that others have of a sharded run, see `asking_for`."""
+    masters = turned(optimizer.masters, transposed_linears(forward.network.decoder))
+    moments = optimizer.state()
     return TrainState(
-        model=masters,
-        optimizer=moments,
+        model=masters if asking is None else _whole(asking, "model", masters),
+        optimizer=moments if asking is None else _whole(asking, "optimizer", moments),
         scaling=scaling_tensors(forward),
         random={"cpu": torch.get_rng_state()},
         method=method,

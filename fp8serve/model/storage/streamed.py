@@ -59,6 +59,6 @@ def _write(file: BinaryIO, tensor: Parts, name: str) -> None:
     for part in tensor.parts():
         data = part.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
         left -= data.nbytes
-        file.write(data)
+        file.write(data.data)
     if left:
         raise RuntimeError(f"The parts of {name} are {abs(left)} bytes too {'short' if left > 0 else 'long'}.")

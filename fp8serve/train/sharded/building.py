@@ -4,14 +4,15 @@ process holds one layer at a time, and then the embedding and the head.
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from fp8serve.fp8.distributed import default_group
 from fp8serve.fp8.fsdp import Peers, gather_in_fp8
 from fp8serve.fp8.linear import convert
 from fp8serve.fp8.recipe import why_not_gathered
@@ -37,7 +38,8 @@ class Sharded:
         self, config: TrainConfig, source: Path, kept: Collection[str], ranks: Ranks, in_fp8: bool | None = None
     ) -> None:
         recipe = config.fp8_recipe
-        self._made_of = config, source, kept, ranks
+        self._second = partial(Sharded, source=source, kept=kept, ranks=ranks, in_fp8=False)
+        self._config = config
         decoder, checkpoint = outline(source, torch.float32)
         if recipe is not None:
             convert(decoder, skip=(decoder.head_name, *kept))
@@ -48,15 +50,14 @@ class Sharded:
         modules = [module for module in self.forward.network.modules() if isinstance(module, FSDPModule)]
         self.sums = [OrderedSum(ranks.size) for _ in modules]
         for module, total in zip(modules, self.sums, strict=True):
-            module.set_custom_reduce_scatter(total)
+            module.set_custom_reduce_scatter(total)  # type: ignore[arg-type]  # whose base class is private
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         self.shards = Shards(dict(decoder.named_parameters()), ranks)
 
     def in_high_precision(self) -> Forward:
         """A second model, read again, whose weights are gathered as they are; it keeps little of its layers."""
-        config, *rest = self._made_of
-        return Sharded(replace(config, recompute=True), *rest, in_fp8=False).forward
+        return self._second(replace(self._config, recompute=True)).forward
 
     def exchange(self) -> ShardedExchange:
         """For the microbatches of one step."""
@@ -77,7 +78,7 @@ def _divided(forward: Forward, checkpoint: Checkpoint, config: TrainConfig, in_f
     decoder, device = forward.network.decoder, config.device
     # A BF16 model rounds a weight before it is quantized; here the same is done to the masters when they are gathered.
     through = torch.bfloat16 if config.master_weights == "optimizer" else None
-    mesh = DeviceMesh.from_group(dist.group.WORLD, torch.device(device).type)
+    mesh = DeviceMesh.from_group(default_group(), torch.device(device).type)
     peers, rest, units = Peers.of(decoder), list(checkpoint), list[Unit]()
     names_of = {module: name for name, module in decoder.named_modules()}
     for index, part in enumerate(decoder.parts):

@@ -32,7 +32,7 @@ def _joined(shards: Shards, names: list[str], mine: list[Tensor]) -> dict[str, T
     sent = torch.cat([pad(part, (0, widths[name] - len(part))) for name, part in zip(names, mine, strict=True)])
     received = sent.new_empty(shards.ranks.size, len(sent))
     dist.all_gather(list(received.unbind()), sent)
-    columns = zip(names, received.split(list(widths.values()), 1), strict=True)
+    columns = zip(names, torch.split(received, list(widths.values()), 1), strict=True)
     return {name: torch.cat([p[:n] for p, n in zip(parts, lengths[name], strict=True)]) for name, parts in columns}
 
 

@@ -77,8 +77,8 @@ class ShardedExchange:
         """Puts the sums into `.grad` of the masters; None where no microbatch gave a gradient."""
         missing = self._missing()
         for name, parameter in self._shards.parameters.items():
-            has_one = parameter.grad is not None and name not in missing
-            self._shards.masters[name].grad = local_rows(parameter.grad) if has_one else None
+            grad = None if name in missing else parameter.grad
+            self._shards.masters[name].grad = None if grad is None else local_rows(grad)
         self._clear()
         self._drop()
 
