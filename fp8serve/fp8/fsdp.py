@@ -12,7 +12,7 @@ weight, so the gathered data equal those of a single process, bit for bit:
 * delayed: the scale is known beforehand and equal on all ranks, because the amaxes are reduced over the group of the
   `autocast`; it must span the ranks that share the weight. The cast finds the shard's own amax in the same read. It is
   gathered with the data, four bytes, or reduced where the rows are uneven, so that any rank on which the layer runs
-  stages the amax of the whole weight: an expert of a mixture may run on one rank only.
+  stages the amax of the whole weight: an expert of a mixture may run on one rank only, or in one microbatch.
 * current: the scale needs the amax of the whole weight. The first gather of a forward pass takes the amaxes of all
   shards of the model and reduces them with a single MAX (and one more over a tensor-parallel group). Each amax is used
   once: when a weight is gathered a second time, all are computed again.
@@ -128,6 +128,7 @@ class ShardedWeight(torch.Tensor):
     whole: WholeAmax | None
     sent: Cast | None  # by the last forward pass
     kept: Kept[Cast]  # by the first microbatch
+    unstaged: Tensor | None  # the whole weight's amax in that cast, until the layer has run here in some microbatch
 
     @staticmethod
     def __new__(cls, hp: Tensor, peers: Peers, through: torch.dtype | None = None) -> "ShardedWeight":
@@ -137,7 +138,7 @@ class ShardedWeight(torch.Tensor):
 
     def __init__(self, hp: Tensor, peers: Peers, through: torch.dtype | None = None) -> None:
         self.hp, self.peers, self.through = hp, peers, through
-        self.whole = self.sent = None
+        self.whole = self.sent = self.unstaged = None
         self.kept = Kept()
 
     __torch_function__ = plain_torch_function
@@ -165,7 +166,7 @@ class ShardedWeight(torch.Tensor):
 
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], tuple[torch.Size, Cast]]:
+    ) -> tuple[tuple[Tensor, ...], tuple[torch.Size, Cast, bool]]:
         """This rank's rows, quantized, as uint8 [ceil(N / ranks), K]: in a backward pass those of the forward pass.
         Where all ranks have as many rows, also the four bytes of their amax."""
         in_backward = backward_pass() is not None
@@ -173,26 +174,31 @@ class ShardedWeight(torch.Tensor):
         if sent is None or not in_backward:
             sent = self._quantized(mesh, cast(Linear, module))
             self.sent = sent._replace(amax=None)  # the layer stages it once
+        is_kept = not in_backward and _usable(mesh).is_first_microbatch is not None
+        about = outer_size, sent, is_kept
         data, missing = sent.q.view(torch.uint8), -(-outer_size[0] // mesh.size()) - len(sent.q)
         if outer_size[0] % mesh.size() == 0:
             amax = torch.zeros((), device=data.device) if sent.amax is None else sent.amax
-            return (data, amax.reshape(1).view(torch.uint8)), (outer_size, sent)
+            return (data, amax.reshape(1).view(torch.uint8)), about
         if sent.amax is not None:  # FSDP2 takes nothing but the rows where they are uneven
             dist.all_reduce(sent.amax, dist.ReduceOp.MAX, mesh.get_group())
-        return (F.pad(data, (0, 0, 0, missing)),), (outer_size, sent)
+        return (F.pad(data, (0, 0, 0, missing)),), about
 
     def fsdp_post_all_gather(
-        self, outputs: tuple[Tensor, ...], sent: tuple[torch.Size, Cast], dtype: torch.dtype, *, out: Any = None
+        self, outputs: tuple[Tensor, ...], sent: tuple[torch.Size, Cast, bool], dtype: torch.dtype, *, out: Any = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The weight that the layer sees; `out` is that of an earlier gather, whose data FSDP has just refilled."""
-        size, mine = sent
+        size, mine, is_kept = sent
         if mine.amax is not None and len(outputs) > 1:
             mine = mine._replace(amax=outputs[1].view(torch.float32).max().view_as(mine.amax))
+        if is_kept:
+            self.unstaged = self.unstaged if mine.amax is None else mine.amax
+            mine = mine._replace(amax=self.unstaged)
         if out is not None:
             out.renew(mine)
             return None
         q = outputs[0].view(mine.q.dtype)[: size[0]]
-        return GatheredWeight(Cast(q, mine.scale_inv.clone(), mine.amax), dtype), ()
+        return GatheredWeight(Cast(q, mine.scale_inv.clone(), mine.amax), dtype, self), ()
 
     def _quantized(self, mesh: DeviceMesh, layer: Linear) -> Cast:
         """Cast now, or use the first microbatch's cast; only a new cast has an amax to stage."""
@@ -220,13 +226,14 @@ class GatheredWeight(torch.Tensor):
     """A whole weight [N, K] that exists in FP8 only; its dtype is that of its gradient."""
 
     quantized: Cast  # q [N, K] in FSDP's buffer; amax of all rows, until it is staged
+    shard: ShardedWeight
 
     @staticmethod
-    def __new__(cls, quantized: Cast, dtype: torch.dtype) -> "GatheredWeight":
+    def __new__(cls, quantized: Cast, dtype: torch.dtype, shard: ShardedWeight) -> "GatheredWeight":
         return wrapper(cls, quantized.q.size(), dtype=dtype, device=quantized.q.device)  # type: ignore[no-any-return]
 
-    def __init__(self, quantized: Cast, dtype: torch.dtype) -> None:
-        self.quantized = quantized
+    def __init__(self, quantized: Cast, dtype: torch.dtype, shard: ShardedWeight) -> None:
+        self.quantized, self.shard = quantized, shard
 
     def renew(self, sent: Cast) -> None:
         """Take the scale of data that FSDP has just gathered; unseen by autograd, like FSDP's refilling of `q`."""
@@ -239,6 +246,7 @@ class GatheredWeight(torch.Tensor):
         q, scale_inv, amax = self.quantized
         if recording:
             self.quantized = self.quantized._replace(amax=None)
+            self.shard.unstaged = None
         return Operand(Quantized(q, scale_inv), Quantized(q.t(), scale_inv)), amax
 
     __torch_function__ = plain_torch_function
@@ -250,7 +258,7 @@ class GatheredWeight(torch.Tensor):
         """The calls of FSDP and `nn.Parameter` on an unsharded parameter; it has no values for anything else."""
         self = next(a for a in args if isinstance(a, GatheredWeight))
         if func in (torch.ops.aten.detach.default, torch.ops.aten.as_strided.default):
-            return GatheredWeight(self.quantized, self.dtype)
+            return GatheredWeight(self.quantized, self.dtype, self.shard)
         if func is torch.ops.aten.zeros_like.default:
             return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         raise RecipeError(

@@ -200,6 +200,24 @@ def test_a_layer_that_runs_on_one_rank_has_the_amax_of_its_whole_weight(rows: in
         assert found == wanted
 
 
+def amaxes_of_two_microbatches(rank: int) -> list[list[float]]:
+    """What the weights' histories hold after each layer has run in one of two microbatches, and what they should."""
+    torch.manual_seed(0)
+    model = Choice(32)
+    wanted = [float(cast(Any, layer).weight.detach().abs().max()) for layer in model.layers]
+    gather_in_fp8(model)
+    fully_shard(model, mesh=mesh())
+    for which in (0, 1):
+        with autocast(recipe=DELAYED, is_first_microbatch=which == 0):
+            model(torch.randn(4, 32), which)
+    return [[float(cast(Any, layer).scaling["weight"].amax_history.max()) for layer in model.layers], wanted]
+
+
+def test_a_layer_that_runs_in_a_later_microbatch_only_has_its_amax() -> None:
+    for found, wanted in on_ranks(2, amaxes_of_two_microbatches):
+        assert found == wanted
+
+
 REFUSED: dict[str, tuple[Recipe, bool, str]] = {
     "row-wise": (RECIPES["rowwise"], True, "one scale for a whole tensor"),
     "block": (Float8BlockScaling(), True, "one scale for a whole tensor"),
