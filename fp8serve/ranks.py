@@ -27,10 +27,14 @@ PATIENCE = timedelta(days=7)  # the others wait while rank 0 measures and writes
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of the default group that work together, or this one alone."""
+    """The processes of the default group that work together, or this one alone.
+
+    in_step: none can compute without the others, because each holds a part of the weights.
+    """
 
     rank: int = 0
     size: int = 1
+    in_step: bool = False
 
     @property
     def first(self) -> bool:
@@ -40,8 +44,14 @@ class Ranks:
         return list(items[self.rank :: self.size])
 
     def each(self, items: Sequence[T], do: Callable[[T], R]) -> list[R]:
-        """`do` of every item, in their order; each is done by one rank. The results reach all: any objects."""
-        shares = self.gather([do(item) for item in self.own(items)])
+        """`do` of every item, in their order; each is done by one rank. The results reach all: any objects.
+
+        Where the ranks are in step, those that the last round has no item for do rank 0's, too.
+        """
+        mine = self.own(items)
+        if self.in_step and len(mine) < len(items[:: self.size]):
+            mine.append(items[:: self.size][-1])
+        shares = self.gather([do(item) for item in mine])
         return [shares[i % self.size][i // self.size] for i in range(len(items))]
 
     def any(self, yes: bool) -> bool:

@@ -15,6 +15,7 @@ Examples:
   fp8serve finetune ./llama --method grpo --data prompts.jsonl --reward reward.py --out ./run --lr 1e-6
   fp8serve finetune ./llama --data chats.jsonl --out ./run --recipe-option fp8_dpa=true --recipe-option margin=1
   fp8serve finetune ./llama --data chats.jsonl --out ./run --procs 2 --accumulate 4
+  fp8serve finetune ./llama --data chats.jsonl --out ./run --procs 2 --accumulate 4 --fsdp
   torchrun --nnodes 2 --nproc-per-node 8 ... -m fp8serve finetune ./llama --data chats.jsonl --out ./run --accumulate 16
   fp8serve serve ./run/model
 """
@@ -58,7 +59,7 @@ def command(
     from fp8serve.ranks import torchrun
 
     if dry_run:
-        return _dry_run(options(model=str(find_model(model))), json)
+        return _dry_run(options(model=str(find_model(model))), procs, json)
     with torchrun(str(options.values.get("device", "cpu"))) as ranks:
         config = options(model=str(find_model(model)))
         if procs > 1:
@@ -113,10 +114,10 @@ def as_rank(arguments: list[str]) -> int:
         return 1
 
 
-def _dry_run(config: TrainConfig, json: bool) -> None:
+def _dry_run(config: TrainConfig, procs: int, json: bool) -> None:
     from fp8serve.train.validate import validate
 
-    report = validate(config)
+    report = validate(config, procs)
     found = vars(report) | {"data": vars(report.data)}
     print_json(found) if json else dry_runs.show(found)
     if not report.ok:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.attendance import HEADER, WIDTH, Attendance
-from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
+from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed, one_per_tensor
 from fp8serve.fp8.scaling import Direction, Line, Scaled
 from fp8serve.fp8.torch_private import copy_each
 
@@ -129,11 +129,6 @@ def one_scale(recipe: Recipe, group: Any, members: Any, user: str) -> None:
             f"{user} needs equal delayed scales on its ranks: give autocast an amax_reduction_group that spans "
             "them, and leave reduce_amax on."
         )
-
-
-def one_per_tensor(recipe: Recipe) -> bool:
-    """Whether the recipe has one scale for a whole tensor."""
-    return all(spec.granularity == "tensor" for spec in recipe.specs.linear.values())
 
 
 def spans(group: Any, members: Any) -> bool:

@@ -10,7 +10,9 @@ Each rank holds its rows of a weight in high precision. Before an all-gather it 
 weight, so the gathered data equal those of a single process, bit for bit:
 
 * delayed: the scale is known beforehand and equal on all ranks, because the amaxes are reduced over the group of the
-  `autocast`; it must span the ranks that share the weight. The shard's own amax is staged in the same read.
+  `autocast`; it must span the ranks that share the weight. The cast finds the shard's own amax in the same read. It is
+  gathered with the data, four bytes, or reduced where the rows are uneven, so that any rank on which the layer runs
+  stages the amax of the whole weight: an expert of a mixture may run on one rank only, or in one microbatch.
 * current: the scale needs the amax of the whole weight. The first gather of a forward pass takes the amaxes of all
   shards of the model and reduces them with a single MAX (and one more over a tensor-parallel group). Each amax is used
   once: when a weight is gathered a second time, all are computed again.
@@ -71,6 +73,11 @@ class Peers:
     def __init__(self, layers: Sequence[Linear]) -> None:
         self._layers = [weakref.ref(layer) for layer in layers]
 
+    @classmethod
+    def of(cls, module: nn.Module) -> "Peers":
+        """Every `Linear` inside `module`."""
+        return cls([layer for layer in module.modules() if isinstance(layer, Linear)])
+
     def _shards(self, mesh: DeviceMesh) -> list["ShardedWeight"]:
         """The shards over `mesh` at this moment; the same ones on every rank."""
         weights = [layer.weight for layer in (ref() for ref in self._layers) if layer is not None]
@@ -92,7 +99,7 @@ class Peers:
         step = contexts.step()
         if shard.whole is None or shard.whole.step() is not step:
             shards = self._shards(mesh)
-            amaxes = torch.stack([arithmetic.amax(s.hp) for s in shards])
+            amaxes = torch.stack([arithmetic.amax(s.seen) for s in shards])
             for members in (group, *self._sharers()):
                 dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=members)
             for found, amax in zip(shards, amaxes.unbind(), strict=True):
@@ -110,23 +117,28 @@ class Cast(NamedTuple):
 
 
 class ShardedWeight(torch.Tensor):
-    """A rank's rows [n, K] of a weight, in high precision (`hp`), that FSDP2 gathers in FP8."""
+    """A rank's rows [n, K] of a weight, in high precision (`hp`), that FSDP2 gathers in FP8.
+
+    through: the dtype that rows are rounded to before they are quantized; None: they are not.
+    """
 
     hp: Tensor
     peers: Peers
+    through: torch.dtype | None
     whole: WholeAmax | None
     sent: Cast | None  # by the last forward pass
     kept: Kept[Cast]  # by the first microbatch
+    unstaged: Tensor | None  # the whole weight's amax in that cast, until the layer has run here in some microbatch
 
     @staticmethod
-    def __new__(cls, hp: Tensor, peers: Peers) -> "ShardedWeight":
+    def __new__(cls, hp: Tensor, peers: Peers, through: torch.dtype | None = None) -> "ShardedWeight":
         place = {"strides": hp.stride(), "storage_offset": hp.storage_offset()}
         kind = {"dtype": hp.dtype, "device": hp.device, "requires_grad": hp.requires_grad}
         return wrapper(cls, hp.size(), **place, **kind)  # type: ignore[no-any-return]
 
-    def __init__(self, hp: Tensor, peers: Peers) -> None:
-        self.hp, self.peers = hp, peers
-        self.whole = self.sent = None
+    def __init__(self, hp: Tensor, peers: Peers, through: torch.dtype | None = None) -> None:
+        self.hp, self.peers, self.through = hp, peers, through
+        self.whole = self.sent = self.unstaged = None
         self.kept = Kept()
 
     __torch_function__ = plain_torch_function
@@ -142,33 +154,51 @@ class ShardedWeight(torch.Tensor):
             return out
         if out is first.hp:  # in place
             return first
-        return map_tensors(lambda t: ShardedWeight(t, first.peers), out) if func in _KEEP else out
+        return map_tensors(lambda t: ShardedWeight(t, first.peers, first.through), out) if func in _KEEP else out
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedWeight({self.hp!r})"
 
+    @property
+    def seen(self) -> Tensor:
+        """The rows as the quantizer sees them."""
+        return self.hp if self.through is None else self.hp.to(self.through)
+
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], tuple[torch.Size, Cast]]:
-        """This rank's rows, quantized, as uint8 [ceil(N / ranks), K]: in a backward pass those of the forward pass."""
+    ) -> tuple[tuple[Tensor, ...], tuple[torch.Size, Cast, bool]]:
+        """This rank's rows, quantized, as uint8 [ceil(N / ranks), K]: in a backward pass those of the forward pass.
+        Where all ranks have as many rows, also the four bytes of their amax."""
         in_backward = backward_pass() is not None
         sent = self.sent
         if sent is None or not in_backward:
             sent = self._quantized(mesh, cast(Linear, module))
             self.sent = sent._replace(amax=None)  # the layer stages it once
-        q = F.pad(sent.q.view(torch.uint8), (0, 0, 0, -(-outer_size[0] // mesh.size()) - sent.q.shape[0]))
-        return (q,), (outer_size, sent)
+        is_kept = not in_backward and _usable(mesh).is_first_microbatch is not None
+        about = outer_size, sent, is_kept
+        data, missing = sent.q.view(torch.uint8), -(-outer_size[0] // mesh.size()) - len(sent.q)
+        if outer_size[0] % mesh.size() == 0:
+            amax = torch.zeros((), device=data.device) if sent.amax is None else sent.amax
+            return (data, amax.reshape(1).view(torch.uint8)), about
+        if sent.amax is not None:  # FSDP2 takes nothing but the rows where they are uneven
+            dist.all_reduce(sent.amax, dist.ReduceOp.MAX, mesh.get_group())
+        return (F.pad(data, (0, 0, 0, missing)),), about
 
     def fsdp_post_all_gather(
-        self, outputs: tuple[Tensor, ...], sent: tuple[torch.Size, Cast], dtype: torch.dtype, *, out: Any = None
+        self, outputs: tuple[Tensor, ...], sent: tuple[torch.Size, Cast, bool], dtype: torch.dtype, *, out: Any = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The weight that the layer sees; `out` is that of an earlier gather, whose data FSDP has just refilled."""
-        size, mine = sent
+        size, mine, is_kept = sent
+        if mine.amax is not None and len(outputs) > 1:
+            mine = mine._replace(amax=outputs[1].view(torch.float32).max().view_as(mine.amax))
+        if is_kept:
+            self.unstaged = self.unstaged if mine.amax is None else mine.amax
+            mine = mine._replace(amax=self.unstaged)
         if out is not None:
             out.renew(mine)
             return None
         q = outputs[0].view(mine.q.dtype)[: size[0]]
-        return GatheredWeight(Cast(q, mine.scale_inv.clone(), mine.amax), dtype), ()
+        return GatheredWeight(Cast(q, mine.scale_inv.clone(), mine.amax), dtype, self), ()
 
     def _quantized(self, mesh: DeviceMesh, layer: Linear) -> Cast:
         """Cast now, or use the first microbatch's cast; only a new cast has an amax to stage."""
@@ -186,23 +216,24 @@ class ShardedWeight(torch.Tensor):
     def _cast_rows(self, mesh: DeviceMesh, layer: Linear, recipe: Recipe) -> Cast:
         spec = recipe.specs.linear["weight"]
         if (rules := delayed(recipe)) is not None:
-            operand, amax = cast_delayed(self.hp, spec, layer.delayed_states(rules)["weight"].scale, columnwise=False)
+            operand, amax = cast_delayed(self.seen, spec, layer.delayed_states(rules)["weight"].scale, columnwise=False)
             return Cast(*cast(Quantized, operand.rowwise), amax)
         amax = self.peers.whole_amax(self, cast(DTensor, layer.weight).device_mesh, mesh.get_group())
-        return Cast(*cast_by_amax(self.hp, amax, spec), None)
+        return Cast(*cast_by_amax(self.seen, amax, spec), None)
 
 
 class GatheredWeight(torch.Tensor):
     """A whole weight [N, K] that exists in FP8 only; its dtype is that of its gradient."""
 
-    quantized: Cast  # q [N, K] in FSDP's buffer; amax of this rank's rows, until it is staged
+    quantized: Cast  # q [N, K] in FSDP's buffer; amax of all rows, until it is staged
+    shard: ShardedWeight
 
     @staticmethod
-    def __new__(cls, quantized: Cast, dtype: torch.dtype) -> "GatheredWeight":
+    def __new__(cls, quantized: Cast, dtype: torch.dtype, shard: ShardedWeight) -> "GatheredWeight":
         return wrapper(cls, quantized.q.size(), dtype=dtype, device=quantized.q.device)  # type: ignore[no-any-return]
 
-    def __init__(self, quantized: Cast, dtype: torch.dtype) -> None:
-        self.quantized = quantized
+    def __init__(self, quantized: Cast, dtype: torch.dtype, shard: ShardedWeight) -> None:
+        self.quantized, self.shard = quantized, shard
 
     def renew(self, sent: Cast) -> None:
         """Take the scale of data that FSDP has just gathered; unseen by autograd, like FSDP's refilling of `q`."""
@@ -215,6 +246,7 @@ class GatheredWeight(torch.Tensor):
         q, scale_inv, amax = self.quantized
         if recording:
             self.quantized = self.quantized._replace(amax=None)
+            self.shard.unstaged = None
         return Operand(Quantized(q, scale_inv), Quantized(q.t(), scale_inv)), amax
 
     __torch_function__ = plain_torch_function
@@ -226,7 +258,7 @@ class GatheredWeight(torch.Tensor):
         """The calls of FSDP and `nn.Parameter` on an unsharded parameter; it has no values for anything else."""
         self = next(a for a in args if isinstance(a, GatheredWeight))
         if func in (torch.ops.aten.detach.default, torch.ops.aten.as_strided.default):
-            return GatheredWeight(self.quantized, self.dtype)
+            return GatheredWeight(self.quantized, self.dtype, self.shard)
         if func is torch.ops.aten.zeros_like.default:
             return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         raise RecipeError(
@@ -259,24 +291,35 @@ def _usable(mesh: DeviceMesh) -> contexts.Frame:
     return context
 
 
-def gather_in_fp8(module: nn.Module) -> nn.Module:
+def gather_in_fp8(module: nn.Module, peers: Peers | None = None, through: torch.dtype | None = None) -> nn.Module:
     """Let FSDP2 all-gather the weights of every `Linear` inside `module` in FP8; call before `fully_shard`.
 
     Divide tensor-parallel layers first (`parallelize`); FSDP2 then shards them over the other dimension of the mesh.
 
     For delayed recipes and current ones with a scale per tensor; anything else is refused with RecipeError in the
-    forward pass. Returns module.
+    forward pass. peers: of a model whose modules are handed in one after the other, those of all. `through`: weights
+    are rounded to this dtype before they are quantized, as those of a BF16 model are. Returns module.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, Linear)]
-    peers = Peers(layers)
+    peers = Peers(layers) if peers is None else peers
     shared: dict[int, nn.Parameter] = {}
     for layer in layers:
         weight = layer.weight
         if id(weight) not in shared:
-            made = ShardedWeight(weight.detach(), peers)
+            made = ShardedWeight(weight.detach(), peers, through)
             shared[id(weight)] = nn.Parameter(made, requires_grad=weight.requires_grad)
         layer.weight = shared[id(weight)]
     return module
+
+
+def local_rows(divided: Tensor) -> Tensor:
+    """This rank's rows of a parameter that FSDP2 has divided, or of its gradient: a plain tensor in high precision, in
+    the same memory.
+
+    FSDP2 may move them at the first forward pass, but not later.
+    """
+    rows = divided.detach()
+    return cast(Tensor, _plain(rows._local_tensor if isinstance(rows, DTensor) else rows))
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:

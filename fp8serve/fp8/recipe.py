@@ -255,6 +255,20 @@ def reduced(recipe: Recipe | None, by_group: bool) -> Recipe | None:
     return replace(recipe, reduce_amax=by_group) if isinstance(recipe, DelayedScaling) else recipe
 
 
+def one_per_tensor(recipe: Recipe) -> bool:
+    """Whether the recipe has one scale for a whole tensor."""
+    return all(spec.granularity == "tensor" for spec in recipe.specs.linear.values())
+
+
+def why_not_gathered(recipe: Recipe | None) -> str | None:
+    """Why processes that share weights cannot gather them in FP8 (fsdp.py), in words; None: they can."""
+    if recipe is None:
+        return "the recipe is bf16"
+    if any(recipe.override_linear_precision[:2]):
+        return "fprop or dgrad is in high precision"
+    return None if one_per_tensor(recipe) else "the recipe has many scales for a weight"
+
+
 def _build(cls: type[Recipe], given: dict[str, Any]) -> Recipe:
     known = [f.name for f in fields(cls)]
     for name in given:

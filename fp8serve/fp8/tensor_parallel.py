@@ -33,8 +33,9 @@ from torch.distributed.tensor import DTensor
 
 from fp8serve.fp8.autocast import Frame
 from fp8serve.fp8.casting import Operand, Quantized
-from fp8serve.fp8.distributed import one_per_tensor, one_scale
+from fp8serve.fp8.distributed import one_scale
 from fp8serve.fp8.linear import Fused, Linear, LinearCall, LinearPlan, mm
+from fp8serve.fp8.recipe import one_per_tensor
 from fp8serve.fp8.token_collectives import (
     all_sum,
     copied,

@@ -25,6 +25,7 @@ NAMES = {
     "torch.Tensor._make_wrapper_subclass": "makes a tensor that holds other tensors",
     "torch.utils._pytree.tree_map": "reaches tensors inside of arguments",
     "torch._foreach_copy_": "copies many small tensors in one call",
+    "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "has FSDP2 put shards where they stay",
     "torch._C._dispatch_has_kernel_for_dispatch_key": "tells which device has a kernel for an op",
 }
 MAY_BE_MISSING = {"torch._C._cuda_getDriverVersion": "is there in a torch that was built with CUDA"}
@@ -113,3 +114,9 @@ def cuda_driver_version() -> int:
     """The CUDA version that the driver is for, 13020 for 13.2; 0 without a driver, or without a torch that asks it."""
     ask = getattr(torch._C, "_cuda_getDriverVersion", None)
     return ask() if ask is not None else 0
+
+
+def settle_shards(module: Any) -> None:
+    """Have FSDP2 put the shards of a root module to where they stay, which it does otherwise in the first forward
+    pass."""
+    module._get_fsdp_state()._lazy_init()

@@ -8,6 +8,7 @@ Other packages import all names that they use from here: `stored` opens a direct
 states, `export` writes.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -52,6 +53,7 @@ __all__ = [
     "ScalingCheckpoint",
     "StoredLinear",
     "TensorScale",
+    "fill",
     "fingerprint",
     "kv_scales",
     "load_encoder",
@@ -59,6 +61,7 @@ __all__ = [
     "load_servable",
     "load_trainable",
     "open_checkpoint",
+    "outline",
     "save_scales",
     "write_calibrated",
     "write_hf_directory",
@@ -69,14 +72,28 @@ def load_trainable(
     model_dir: Path | str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> Model:
     """The model with high-precision weights of `dtype` that may be written to; FP8 weights are dequantized."""
+    model, checkpoint = outline(model_dir, dtype)
+    fill(model, checkpoint, checkpoint, dtype, device)
+    return _complete(model)
+
+
+def outline(model_dir: Path | str, dtype: torch.dtype = torch.float32) -> tuple[Model, Checkpoint]:
+    """A model to be trained, without weights, and the checkpoint that `fill` takes them from."""
     checkpoint = open_checkpoint(model_dir)
     if checkpoint.config.head is not None:
         raise ModelError(f"{model_dir} holds a head of labels, and models that write text are trained here.")
-    model = build_on_meta(checkpoint.config, dtype)
-    for name in checkpoint:
+    return build_on_meta(checkpoint.config, dtype), checkpoint
+
+
+def fill(
+    model: Model, checkpoint: Checkpoint, names: Iterable[str], dtype: torch.dtype, device: str | torch.device
+) -> None:
+    """Puts copies of these tensors in place, as weights to be trained. Tied weights are to be tied again."""
+    for name in names:
         own = torch.float32 if keeps_fp32(name) else dtype
-        _put(model, name, checkpoint[name].to(device, own, copy=True), trainable=not keeps_fp32(name))
-    return _complete(model)
+        stored = checkpoint[name]
+        _put(model, name, stored.to(device, own, copy=True), trainable=not keeps_fp32(name))
+        release_pages(stored)
 
 
 def load_servable(

@@ -8,8 +8,9 @@
                                    one step's arithmetic, and the loss on held-out items
     scratch                        a new model with random weights
     trainer, setup, state          a run
+    sharded                        one whose weights are divided among processes
     checkpoint, carry              what a run writes between steps
-    export                         a checkpoint -> a served model
+    finishing, export              a checkpoint -> a served model
     events                         what a run reports
     job_process                    the process that a job runs in
 

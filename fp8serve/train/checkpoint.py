@@ -33,24 +33,29 @@ from torch import Tensor
 
 from fp8serve.errors import JobError
 from fp8serve.model.storage.files import fsync, read_json, save_tensors, whole_directory, write_json
-from fp8serve.model.storage.shards import write_index
+from fp8serve.model.storage.shards import Shards, read_header, write_index
+from fp8serve.model.storage.streamed import Parts, stream_tensors
 
 VERSION = 1
 _STEP = re.compile(r"step-(\d+)")
 _UNFINISHED = re.compile(r"\.(step-\d+|model|model-step-\d+)\.tmp-")
 _KINDS = ("model", "optimizer", "scaling", "random")
 _IF_ANY = "method"
+_MAPPED = ("model", "optimizer")
 
 
 @dataclass
 class TrainState:
-    """The whole state of a run between two steps. `meta` is JSON; tensors are by name, as in the files above."""
+    """The whole state of a run between two steps. `meta` is JSON; tensors are by name, as in the files above.
 
-    model: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
-    scaling: dict[str, Tensor]
-    random: dict[str, Tensor]
-    method: dict[str, Tensor] = field(default_factory=dict)
+    To be written, a tensor may arrive in parts; of one that was read, model and optimizer are views of their files.
+    """
+
+    model: Mapping[str, Any]
+    optimizer: Mapping[str, Any]
+    scaling: Mapping[str, Tensor]
+    random: Mapping[str, Tensor]
+    method: Mapping[str, Tensor] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -74,8 +79,11 @@ def write_checkpoint(root: Path, state: TrainState, carry: Callable[[Path], None
     return final
 
 
-def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def _save(path: Path, tensors: Mapping[str, Any]) -> None:
     """Tied parameters share storage, which safetensors refuses: `tensors` names each storage once."""
+    if any(isinstance(tensor, Parts) for tensor in tensors.values()):
+        stream_tensors(path, tensors, {"format": "pt"})
+        return
     try:
         save_tensors(path, {k: v.detach().to("cpu").contiguous() for k, v in tensors.items()}, {"format": "pt"})
     except SafetensorError as error:  # what safetensors raises when the disk is full
@@ -128,10 +136,12 @@ def require_whole(directory: Path) -> None:
 
 
 def read_checkpoint(directory: Path) -> TrainState:
-    """Load into memory a checkpoint that was verified."""
-    kinds = (*_KINDS, *([_IF_ANY] if (directory / f"{_IF_ANY}.safetensors").exists() else []))
-    tensors = {kind: load_file(directory / f"{kind}.safetensors") for kind in kinds}
-    return TrainState(**tensors, meta=read_json(directory / "trainer.json", JobError))
+    """A checkpoint that was verified."""
+    small = [kind for kind in (*_KINDS, _IF_ANY) if kind not in _MAPPED]
+    paths = {kind: directory / f"{kind}.safetensors" for kind in (*_MAPPED, *small)}
+    mapped: dict[str, Mapping[str, Tensor]] = {kind: Shards(read_header(paths[kind])[0]) for kind in _MAPPED}
+    loaded = {kind: load_file(paths[kind]) for kind in small if kind != _IF_ANY or paths[kind].exists()}
+    return TrainState(**mapped, **loaded, meta=read_json(directory / "trainer.json", JobError))
 
 
 def sweep(root: Path) -> list[str]:

@@ -40,7 +40,7 @@ RowLength = Annotated[int, Ge(2), Le(1 << 20)]  # tokens
 # often something is written or reported. Every other field changes the trained bits.
 _FREE_ON_RESUME = {
     *("model", "data", "eval_data", "eval_every", "out", "save_every", "save_minutes", "keep_last", "log_every"),
-    *("format", "on_divergence", "recompute", "report_to", "result", "reward", "grader_url", "reward_seconds"),
+    *("format", "fsdp", "on_divergence", "recompute", "report_to", "result", "reward", "grader_url", "reward_seconds"),
 }
 ADAPTER = ("lora_rank", "lora_alpha", "lora_targets", "dora", "lora_dropout")
 _OF_MASTERS = ("recipe_options", "amax_history_len", "master_weights", "format")
@@ -109,6 +109,9 @@ class TrainConfig:
     ] = "fp32"
     recompute: Annotated[
         bool, About("Keep only the inputs of layers for the backward pass, and compute the rest again.")
+    ] = False
+    fsdp: Annotated[
+        bool, About("Divide weights, gradients and moments among the processes (FSDP2), instead of a copy in each.")
     ] = False
     seed: Annotated[int, Ge(0), Le(2**31 - 1), About("Seed of the data order.")] = 0
     save_every: Annotated[
@@ -224,6 +227,7 @@ class TrainConfig:
         _check_recipe(self)
         changed = _changed(self)
         _check_adapter(self, changed)
+        _check_fsdp(self)
         if self.on_divergence == "return":
             _check_return(self)
         check_method(self, changed)
@@ -237,6 +241,10 @@ class TrainConfig:
     def divides(self) -> bool:
         """Whether several processes can take a step together: its items are known beforehand."""
         return self.method != "grpo"
+
+    def processes(self, most: int) -> int:
+        """How many of so many processes a step has work for."""
+        return min(most, self.accumulate) if self.divides else 1
 
     @property
     def fp8_recipe(self) -> Recipe | None:
@@ -301,6 +309,13 @@ def _check_adapter(config: TrainConfig, changed: frozenset[str]) -> None:
     foreign = [n for n in _OF_MASTERS if n in changed and getattr(config, n) not in (None, {})]
     if config.lora_rank is not None and foreign:
         raise JobError(f"{foreign[0]} is for training the model's own weights, which lora_rank freezes; leave one out.")
+
+
+def _check_fsdp(config: TrainConfig) -> None:
+    if config.fsdp and config.lora_rank is not None:
+        raise JobError("fsdp divides what is trained, and an adapter is small beside its frozen base; leave it out.")
+    if config.fsdp and not config.divides:
+        raise JobError(f"fsdp divides a model among processes, and {config.method} runs in one; leave it out.")
 
 
 def _check_return(config: TrainConfig) -> None:

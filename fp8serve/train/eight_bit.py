@@ -16,8 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+SMALLEST, BLOCK = 4096, 256  # torchao's: of numbers in a matrix, and in a block
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether the moment can be negative
 PARTS = ("codes", "scale")
+
+
+def has_blocks(elements: int) -> bool:
+    """Whether a matrix of so many numbers has moments of 8 bits."""
+    return elements >= SMALLEST and elements % BLOCK == 0
 
 
 def adam(groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:

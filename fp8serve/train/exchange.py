@@ -31,6 +31,9 @@ class Exchange:
         self._ranks = ranks
         self._buckets = [_Bucket(some, ranks) for some in _buckets(parameters)] if ranks.size > 1 else []
 
+    def begin(self, working: int) -> None:
+        """Before each round, of which so many ranks compute a microbatch."""
+
     def round(self) -> None:
         """After each rank's next microbatch, if there is one: adds the gradients in `.grad`, and clears them."""
         for bucket in self._buckets:

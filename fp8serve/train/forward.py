@@ -11,8 +11,9 @@ The terms of the loss are log-probabilities with the bits that a server of the s
 `Forward.differences` says where that cannot be (model/parity.py).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -41,6 +42,7 @@ from fp8serve.ranks import ALONE, Ranks
 from fp8serve.train.batch import PackedBatch
 from fp8serve.train.target_log_probs import summed_loss, target_log_probs
 
+AttentionOptions = tuple[float, int | None, float | None, Tensor | None]  # `Decoder.attention_options`
 Logits = Callable[[PackedBatch], Tensor]
 """Logits [P, vocab] of the positions of a batch whose next token carries loss, in BF16, as the head computes them."""
 
@@ -49,12 +51,14 @@ class Network(nn.Module):
     """batch -> logits [P, vocab] of the positions whose next token carries loss, in the dtype of the head.
 
     cache: the scales of every layer's keys and values, for attention as a server with an FP8 cache computes it.
-    recompute: see `Forward`.
+    recompute: see `Forward`. units: where weights are divided among processes, what runs the decoder's parts
+    (`train.sharded`).
     """
 
     def __init__(self, decoder: Model, cache: Sequence[KvScale] | None = None, recompute: bool = False) -> None:
         super().__init__()
         self.decoder, self.recompute = decoder, recompute
+        self.units: nn.ModuleList | None = None
         # where attention is over latent vectors, keys and values lie in one cache, with the keys' scale
         shared = cache is not None and decoder.config.latent is not None
         self.cache = [KvScale.of(scale.k, scale.k) for scale in cache or ()] if shared else cache
@@ -65,28 +69,40 @@ class Network(nn.Module):
 
     def hidden(self, batch: PackedBatch) -> Tensor:
         """[T, hidden], after the final norm."""
-        options = [self.decoder.attention_options(layer) for layer in range(self.decoder.config.num_layers)]
+        options = self._attention_options()
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            inputs = q, k, v, batch.lengths, *options[layer]
+            inputs = q, k, v, batch.lengths, *options(layer)
             if self.cache is not None:
                 return served_attention(*inputs, scale=self.cache[layer])
             return self.attention[layer](*inputs)  # type: ignore[no-any-return]
 
+        if self.units is not None:
+            return self._by_parts(batch, rotated(attend), self.units)
         if self.recompute and torch.is_grad_enabled():
-            return self._recomputed(batch, rotated(attend))
+            return self._by_parts(batch, rotated(attend), [partial(_recomputed, part) for part in self.decoder.parts])
         return self.decoder(batch.token_ids, batch.positions, rotated(attend))  # type: ignore[no-any-return]
 
-    def _recomputed(self, batch: PackedBatch, attend: Attend) -> Tensor:
-        """The same, part by part. Each part is given its weights explicitly, because the caller's `functional_call` has
-        ended when the part runs again.
-        """
+    def _attention_options(self) -> Callable[[int], AttentionOptions]:
+        """Those of a layer. They include weights: a unit has its own only while it runs, and a layer that runs again,
+        after the caller's `functional_call` has ended, must be given those of its first run."""
+        if self.units is not None:
+            return self.decoder.attention_options
+        return [self.decoder.attention_options(layer) for layer in range(self.decoder.config.num_layers)].__getitem__
+
+    def _by_parts(self, batch: PackedBatch, attend: Attend, parts: Iterable[Callable[..., Tensor]]) -> Tensor:
         x = self.decoder.enter(batch.token_ids)
         places = self.decoder.places(batch.positions, x.dtype)
-        for part, place in zip(self.decoder.parts, places, strict=True):
-            weights, given = dict(part.named_parameters()), (x, place, attend)
-            x = checkpoint(functional_call, part, weights, given, use_reentrant=False)
+        for part, place in zip(parts, places, strict=True):
+            x = part(x, place, attend)
         return self.decoder.leave(x)
+
+
+def _recomputed(part: nn.Module, *given: Any) -> Tensor:
+    """A part that is run again for the backward pass. It is given its weights by hand, for at its second run those of
+    the caller's `functional_call` are gone."""
+    weights = dict(part.named_parameters())
+    return checkpoint(functional_call, part, weights, given, use_reentrant=False)  # type: ignore[no-any-return]
 
 
 class Forward:
@@ -94,7 +110,8 @@ class Forward:
 
     cache: see `Network`. Linears that are not converted become `OwnLinear`, in place. `ranks`: the processes that take
     steps together; delayed scales are those of all of them. `recompute`: only the inputs of layers are kept for the
-    backward pass, and the rest is computed again: less memory and more time for the same bits.
+    backward pass, and the rest is computed again: less memory and more time for the same bits. device: where a decoder
+    without weights will have them.
     """
 
     def __init__(
@@ -104,21 +121,22 @@ class Forward:
         cache: Sequence[KvScale] | None = None,
         ranks: Ranks = ALONE,
         recompute: bool = False,
+        device: str | None = None,
     ) -> None:
         if cache is not None and attends_in_fp8(recipe):
             raise RecipeError("fp8_dpa and fp8_mha round keys by themselves; leave the scales of a cache out.")
         self.network = Network(decoder, cache, recompute)
         self.recipe = recipe
-        self.device = decoder.embedding.weight.device.type
+        self.device = decoder.embedding.weight.device.type if device is None else torch.device(device).type
         if own_products(self.device):
             use_own_products(decoder)
         self._run_by = reduced(recipe, ranks.size > 1)  # a run alone stays so in a script that torchrun has started
         self._session = common() if delayed(recipe) is None else Session(self.network)
         self.linears = {name: m for name, m in decoder.named_modules() if isinstance(m, Linear)}
-        self._as_is = {f"decoder.{name}.weight" for name in self.linears} if recipe is not None else set()
-        self._as_is |= {name for name, _ in self.network.named_parameters() if keeps_fp32(name)}
+        self.as_is = {f"decoder.{name}.weight" for name in self.linears} if recipe is not None else set()
+        self.as_is |= {name for name, _ in self.network.named_parameters() if keeps_fp32(name)}
         adapters = {f"decoder.{name}" for name, m in decoder.named_modules() if isinstance(m, LoraLinear)}
-        self._as_is |= {name for name, _ in self.network.named_parameters() if name.rpartition(".")[0] in adapters}
+        self.as_is |= {name for name, _ in self.network.named_parameters() if name.rpartition(".")[0] in adapters}
 
     def scaled(self) -> Iterator[tuple[str, Stateful]]:
         """Every module that keeps scales, by its name in the model."""
@@ -150,7 +168,9 @@ class Forward:
         return nullcontext() if rules is None else one_update(self._session, rules, default_group())
 
     def _logits(self, batch: PackedBatch) -> Tensor:
-        weights = {n: p if n in self._as_is else p.to(torch.bfloat16) for n, p in self.network.named_parameters()}
+        if self.network.units is not None:
+            return self.network(batch)  # type: ignore[no-any-return]
+        weights = {n: p if n in self.as_is else p.to(torch.bfloat16) for n, p in self.network.named_parameters()}
         return functional_call(self.network, weights, (batch,))  # type: ignore[no-any-return]
 
     def observe(self, loss: Callable[[Logits], Tensor]) -> None:

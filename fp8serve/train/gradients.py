@@ -20,6 +20,7 @@ from fp8serve.train.exchange import Exchange
 from fp8serve.train.forward import Forward
 from fp8serve.train.methods.interface import Method
 from fp8serve.train.optimizer import Optimizer
+from fp8serve.train.sharded.building import Sharded
 
 
 def accumulate(
@@ -30,23 +31,30 @@ def accumulate(
     *,
     ranks: Ranks = ALONE,
     seed: str = "",
+    sharded: Sharded | None = None,
 ) -> list[float]:
     """Accumulate the gradients of all microbatches; returns the means of the loss and of `method.measures`.
 
     The loss is the mean over the whole step, so neither packing nor accumulation changes what is minimised. Microbatch
     i runs on rank i mod N; the gradients and the means are on all ranks. `seed`: of the step's random numbers.
+    `sharded`: where the weights are divided among the ranks; then each rank has the gradients of its own rows.
     """
     weight = method.weight([item for items in microbatches for item in items])
     # FP64 on the model's device: reading each microbatch's figures would wait for a GPU; one read at the end is enough
     found = torch.zeros(len(microbatches), 1 + len(method.measures), dtype=torch.float64, device=forward.device)
-    exchange = Exchange(list(optimizer.masters.values()), ranks)
+    exchange = Exchange(list(optimizer.masters.values()), ranks) if sharded is None else sharded.exchange()
     several = len(microbatches) > ranks.size  # with one microbatch, there is nothing to keep
     with forward.one_update():
         for start in range(0, len(microbatches), ranks.size):
-            if (mine := start + ranks.rank) < len(microbatches):
-                first = start == 0 if several else None
-                with _random_numbers(f"{seed}:{mine}"):
-                    found[mine] = _backward(method, forward, microbatches[mine], weight, first)
+            mine, working = start + ranks.rank, min(ranks.size, len(microbatches) - start)
+            has_one = ranks.rank < working
+            exchange.begin(working)
+            if has_one or ranks.in_step:
+                index, first = mine if has_one else start, start == 0 if several else None
+                with _random_numbers(f"{seed}:{index}"):
+                    sums = _backward(method, forward, microbatches[index], weight, first)
+                if has_one:
+                    found[mine] = sums
                 optimizer.collect()
             exchange.round()
     exchange.finish()

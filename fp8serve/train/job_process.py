@@ -76,10 +76,9 @@ def main(arguments: list[str]) -> int:
 def processes(directory: Path, most: int) -> int:
     """At most `most`, and one for each microbatch of a step; one for a broken job, which then reports what is wrong."""
     try:
-        config = job_config(directory)
+        return job_config(directory).processes(most)
     except Fp8ServeError:
         return 1
-    return min(most, config.accumulate) if config.divides else 1
 
 
 def _group(job: str, count: int) -> int:

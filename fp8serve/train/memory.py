@@ -5,6 +5,7 @@ masks and buffers of a model that transformers computes.
 """
 
 from fp8serve.errors import JobError
+from fp8serve.fp8.recipe import why_not_gathered
 from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.config.mixture import Experts
 from fp8serve.train.config import TrainConfig
@@ -18,8 +19,11 @@ LOGITS_AT_ONCE = 1 << 20  # elements that are widened to FP32 together (target_l
 SENT_BYTES = 8  # per hidden element of a token, for each of the experts that it is sent to
 
 
-def memory_estimate(model: ModelConfig, config: TrainConfig, tokens: int, fraction: float) -> dict[str, int]:
-    """Bytes by part for microbatches of `tokens` tokens of which `fraction` carry loss, and "total", the peak.
+def memory_estimate(
+    model: ModelConfig, config: TrainConfig, tokens: int, fraction: float, processes: int = 1
+) -> dict[str, int]:
+    """Bytes of each of the `processes` by part for microbatches of `tokens` tokens of which `fraction` carry loss, and
+    "total", the peak.
 
     weights: masters and moments, including every expert's; with masters in the optimizer, the BF16 model, too.
     gradients: FP32; with masters in the optimizer, BF16 and FP32. casts: FP8 weights, and BF16 casts of the others,
@@ -28,7 +32,9 @@ def memory_estimate(model: ModelConfig, config: TrainConfig, tokens: int, fracti
     answers are written first (grpo): weights and cache of the engine that writes them; `tokens` are the prompts' then.
 
     In the backward pass activations are freed while gradients are made, so the peak holds the larger of the two. If
-    gradients accumulate, those of earlier microbatches are there from the start, and the peak holds both.
+    gradients accumulate, those of earlier microbatches are there from the start, and the peak holds both. With `fsdp`
+    each process has its part of weights, moments and summed gradients, and gathers a layer at a time; casts are then
+    what is gathered, and the FP8 weights that are kept for the backward pass.
     """
     if config.method == "grpo":
         answers = config.batch_size * config.num_generations * longest_answer(config)
@@ -38,8 +44,9 @@ def memory_estimate(model: ModelConfig, config: TrainConfig, tokens: int, fracti
         return _of_adapter(model, config, tokens, fraction)
     linears, others = parameter_counts(model)
     every, in_model = linears + others, config.master_weights == "model"
-    recipe = config.fp8_recipe
-    once = recipe is not None and recipe.specs.linear["weight"].serves_both_directions
+    if config.fsdp and processes > 1:
+        return _of_shards(model, config, tokens, fraction, processes)
+    recipe, once = config.fp8_recipe, _has_one_cast(config)
     parts = {
         "weights": every * (4 if in_model else 6) + _moments(config, every - _norms(model), _norms(model)),
         "gradients": every * (4 if in_model else 6),
@@ -54,6 +61,32 @@ def memory_estimate(model: ModelConfig, config: TrainConfig, tokens: int, fracti
     return {**parts, "total": parts["weights"] + parts["casts"] + parts.get("engine", 0) + both}
 
 
+def _has_one_cast(config: TrainConfig) -> bool:
+    """Whether the FP8 data of a weight serve both directions."""
+    recipe = config.fp8_recipe
+    return recipe is not None and recipe.specs.linear["weight"].serves_both_directions
+
+
+def _of_shards(model: ModelConfig, config: TrainConfig, tokens: int, fraction: float, processes: int) -> dict[str, int]:
+    """gradients: the sums, and those of the largest unit, its own and all parts that others send; casts: a layer as it
+    is gathered, twice, because the next one is fetched early, and what is around the layers in BF16."""
+    linears, rest = parameter_counts(model)
+    every, layer = linears + rest, linears // model.num_layers
+    own = 4 * every + _moments(config, every - _norms(model), _norms(model))
+    in_fp8 = why_not_gathered(config.fp8_recipe) is None
+    element = 1 if in_fp8 else 2 if config.fp8_recipe is None or config.master_weights == "optimizer" else 4
+    cast = 0 if config.fp8_recipe is None else linears * (1 if _has_one_cast(config) else 2)
+    kept = cast // processes if in_fp8 else cast // model.num_layers if config.recompute else cast
+    parts = {
+        "weights": own // processes,
+        "gradients": 4 * every // processes + 8 * max(layer, rest),
+        "casts": 2 * rest + 2 * element * layer + kept,
+        "activations": tokens * _kept(model, config),
+        "logits": _of_logits(int(tokens * fraction) * model.vocab_size),
+    }
+    return {**parts, "total": sum(parts.values())}
+
+
 def _of_logits(elements: int) -> int:
     return 4 * elements + 8 * min(elements, LOGITS_AT_ONCE)
 
@@ -63,10 +96,13 @@ def _moments(config: TrainConfig, in_matrices: int, others: int) -> int:
     return (2 * in_matrices + in_matrices // 32 if config.optimizer_states == "8bit" else 8 * in_matrices) + 8 * others
 
 
-def check_recompute(config: TrainConfig, model: ModelConfig) -> None:
+def check_layers(config: TrainConfig, model: ModelConfig) -> None:
     """JobError for a model that transformers computes: it is a single piece here, so nothing would be saved."""
-    if config.recompute and model.computed_by is not None:
-        raise JobError("recompute works layer by layer, but transformers computes this model as a whole; leave it out.")
+    for name in ("recompute", "fsdp"):
+        if getattr(config, name) and model.computed_by is not None:
+            raise JobError(
+                f"{name} works layer by layer, but transformers computes this model as a whole; leave it out."
+            )
 
 
 def _cached(model: ModelConfig) -> int:

@@ -12,15 +12,18 @@ Weight decay touches matrices only: norms and biases are left alone.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fp8serve.errors import JobError
+from fp8serve.model.storage.mapped import release_pages
 from fp8serve.train import eight_bit
 from fp8serve.train.config import TrainConfig
+
+Norm = Callable[[Mapping[str, Tensor]], float]
 
 
 def warmup_steps(config: TrainConfig, total: int) -> int:
@@ -43,12 +46,14 @@ def learning_rate(config: TrainConfig, step: int, total: int) -> float:
 class Optimizer:
     """The masters of `parameters` by name, their gradients and their moments.
 
-    With `master_weights="optimizer"` the FP32 parameters that are handed in become BF16.
+    With `master_weights="optimizer"` the FP32 parameters that are handed in become BF16. norm: of gradients of which
+    this process has only a part, by name; then the parameters are the masters in any case, and stay FP32.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: TrainConfig) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], config: TrainConfig, norm: Norm | None = None) -> None:
         self._model = dict(parameters)
-        self._own = config.master_weights == "optimizer"
+        self._norm = global_norm if norm is None else norm
+        self._own = config.master_weights == "optimizer" and norm is None
         self.masters = {n: _move_out(p) if self._own else p for n, p in self._model.items()}
         self._clip = config.clip
         decayed = [p for p in self.masters.values() if p.dim() >= 2]
@@ -78,16 +83,16 @@ class Optimizer:
 
         If the norm is infinite or NaN, it only clears the gradients, and the caller reports the step as skipped.
         """
-        grads = [p.grad for p in self.masters.values() if p.grad is not None]
-        norm = _global_norm(grads)
+        grads = {name: p.grad for name, p in self.masters.items() if p.grad is not None}
+        norm = self._norm(grads)
         if math.isfinite(norm):
-            self._clip_to(grads, norm)
+            self._clip_to(grads.values(), norm)
             self._update(rate)
         for parameter in (*self.masters.values(), *self._model.values()):
             parameter.grad = None
         return norm
 
-    def _clip_to(self, grads: list[Tensor], norm: float) -> None:
+    def _clip_to(self, grads: Iterable[Tensor], norm: float) -> None:
         if self._clip is not None and norm > self._clip:
             for grad in grads:
                 grad.mul_(self._clip / norm)
@@ -120,7 +125,8 @@ class Optimizer:
 
     @torch.no_grad()
     def load(self, masters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-        """Restores `masters` and `state()`. Raises JobError when names or shapes do not fit."""
+        """Restores `masters` and `state()`, which may be views of files. Raises JobError when names or shapes do not
+        fit."""
         if set(masters) != set(self.masters):
             raise JobError(
                 "The checkpoint's weights are not those of this model; start again in a fresh output directory."
@@ -128,26 +134,39 @@ class Optimizer:
         for name, value in masters.items():
             self.masters[name].copy_(value)
             self._model[name].copy_(value)
+            release_pages(value)
         moments: dict[str, dict[str, Tensor]] = {}
         for key, value in state.items():
             name, _, kind = key.rpartition(".")
             moments.setdefault(name, {})[kind] = value.to(self.masters[name].device, copy=True)
+            release_pages(value)
         for name, entry in moments.items():
             master = self.masters[name]
             self._of(master).state[master] = eight_bit.whole(entry, master)
 
 
-def _global_norm(grads: list[Tensor]) -> float:
+def global_norm(grads: Mapping[str, Tensor]) -> float:
     """The norm of all gradients as one vector: FP32 within a row, FP64 over rows.
 
     FP64 throughout would copy every gradient. It is only used when a square exceeds FP32's range, to find out whether
     the gradient itself is finite.
     """
-    rows = torch.cat([torch.linalg.vector_norm(g, dim=-1).flatten() for g in grads]).double()
-    norm = float(rows.square().sum().sqrt())
+    norm = norm_of_rows([row_norms(grad) for grad in grads.values()])
     if math.isfinite(norm):
         return norm
-    return float(torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in grads]).square().sum().sqrt())
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads.values()]
+    return float(torch.stack(norms).square().sum().sqrt())
+
+
+def row_norms(grad: Tensor) -> Tensor:
+    """FP32, flat: the norm of each row of a gradient [..., n]."""
+    norms: Tensor = torch.linalg.vector_norm(grad, dim=-1)
+    return norms.flatten()
+
+
+def norm_of_rows(norms: Sequence[Tensor]) -> float:
+    """The norm of what has these norms of rows; infinite or NaN where a square is beyond FP32."""
+    return float(torch.cat(list(norms)).double().square().sum().sqrt())
 
 
 def _move_out(parameter: nn.Parameter) -> nn.Parameter:

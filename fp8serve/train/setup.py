@@ -4,8 +4,10 @@ A checkpoint is itself a model directory, so a resumed job no longer needs the b
 needs its base model.
 """
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from fp8serve.model.checkpoint import load_trainable, open_checkpoint
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.formats.quantization_config import quantization_files
 from fp8serve.model.storage.files import read_json
+from fp8serve.model.storage.heap import trim
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.ranks import ALONE, Ranks
 from fp8serve.train import state
@@ -31,13 +34,16 @@ from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Item, RowCounts, check_length, fingerprint
 from fp8serve.train.events import OnEvent, message
 from fp8serve.train.export import served_in_fp8
-from fp8serve.train.forward import Forward
+from fp8serve.train.forward import Forward, Logits
 from fp8serve.train.lora import adapted_model, trained
-from fp8serve.train.memory import check_recompute
+from fp8serve.train.memory import check_layers
 from fp8serve.train.methods.interface import Method
 from fp8serve.train.methods.table import method_of, reader_of
 from fp8serve.train.optimizer import Optimizer
 from fp8serve.train.order import total_steps
+from fp8serve.train.sharded.building import Sharded, described
+from fp8serve.train.sharded.norm import sharded_norm
+from fp8serve.train.sharded.rows import check_blocks
 from fp8serve.train.tokenized import TokenizedData
 
 ITEMS = ("items", "eval_items")
@@ -48,19 +54,41 @@ class Setup:
     """The objects that stay the same during a run.
 
     items, eval_items: what is learnt, and what is held out; see `methods.interface`. carry: writes the base model's
-    small files into a directory. kept_linears: those in high precision, as in the base model.
+    small files into a directory. kept_linears: those in high precision, as in the base model. sharded: where the
+    weights are divided among processes; `forward` is its own.
     """
 
     method: Method[Any]
     items: list[Any]
     eval_items: list[Any]
-    decoder: Model
     forward: Forward
     optimizer: Optimizer
     total_steps: int
     data_fingerprint: str
     carry: Callable[[Path], None]
     kept_linears: tuple[str, ...] = ()
+    sharded: Sharded | None = None
+
+    @property
+    def decoder(self) -> Model:
+        """The model that is trained."""
+        return self.forward.network.decoder
+
+    def observe(self, loss: Callable[[Logits], Tensor]) -> None:
+        """`Forward.observe`. Weights that are gathered in FP8 have no other values, so there a second model, which is
+        gathered as it is, lends what it has seen."""
+        if self.sharded is None or not self.sharded.in_fp8:
+            return self.forward.observe(loss)
+        ranks = self.sharded.shards.ranks
+        with ranks.together():
+            second = self.sharded.in_high_precision()
+        state.load_scaling(second, state.scaling_tensors(self.forward))
+        second.observe(loss)
+        state.load_scaling(self.forward, state.scaling_tensors(second))
+        del second  # it is made of cycles
+        gc.collect()
+        trim()
+        return None
 
     def begun(self, ranks: Ranks) -> "Setup":
         """A copy whose items hold what the method needs to know about the model as it is now."""
@@ -92,7 +120,7 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent, ranks: Ranks =
     check_format(config)
     model = read_config(source)
     check_length(config.seq_len, model)
-    check_recompute(config, model)
+    check_layers(config, model)
     recipe = config.fp8_recipe
     device_of(config)
     data = TokenizedData(config, source, Tokenizer.from_dir(source, config.today), on_event, keeps=ranks.first)
@@ -104,29 +132,37 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent, ranks: Ranks =
     if kept:
         text = f"{len(kept)} linear layers that are not in FP8 in the model are trained in BF16 and stay so"
         on_event(message("kept", text, kept=len(kept)))
-    decoder = adapted_model(config) if config.lora_rank else _decoder(source, recipe, kept, config)
-    forward = Forward(decoder, None if config.lora_rank else recipe, ranks=ranks, recompute=config.recompute)
+    sharded = Sharded(config, source, kept, ranks) if ranks.in_step else None
+    if sharded is not None:
+        if config.optimizer_states == "8bit":
+            check_blocks(sharded.shards)
+        forward, parameters = sharded.forward, sharded.shards.masters
+    else:
+        decoder = adapted_model(config) if config.lora_rank else _decoder(source, recipe, kept, config)
+        forward = Forward(decoder, None if config.lora_rank else recipe, ranks=ranks, recompute=config.recompute)
+        parameters = trained(decoder) if config.lora_rank else dict(decoder.named_parameters())
+    if config.fsdp:
+        on_event(message("sharded", described(sharded), processes=ranks.size))
     if seeded := state.seed_scaling(forward, source):
         on_event(message("seeded", f"{seeded} tensors start with the scales stored in the model", seeded=seeded))
     for reason in forward.differences():
         on_event(message("log_probs_differ", f"A server will return other log-probabilities than this run: {reason}"))
-    parameters = trained(decoder) if config.lora_rank else dict(decoder.named_parameters())
     if config.lora_rank:
         count = sum(parameter.numel() for parameter in parameters.values())
         on_event(message("adapter", f"An adapter of {count} parameters is trained", parameters=count))
         report_rank(parameters, config.lora_rank, on_event)
-    optimizer = Optimizer(parameters, config)
+    optimizer = Optimizer(parameters, config, None if sharded is None else partial(sharded_norm, sharded.shards))
     return Setup(
         method=method_of(config),
         items=items,
         eval_items=eval_items,
-        decoder=decoder,
         forward=forward,
         optimizer=optimizer,
         total_steps=total_steps([item.tokens for item in items], config),
         data_fingerprint=fingerprint(items),
         carry=_nothing if config.lora_rank else carried_files(source),
         kept_linears=kept,
+        sharded=sharded,
     )
 
 

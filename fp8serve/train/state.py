@@ -7,6 +7,7 @@ so that the first step quantizes with fitting scales instead of 1. Recipes witho
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from fp8serve.model.transformers_backend.transposed import turned
 from fp8serve.train.checkpoint import TrainState
 from fp8serve.train.forward import Forward
 from fp8serve.train.optimizer import Optimizer
+from fp8serve.train.sharded.asking import Asking
+from fp8serve.train.sharded.building import Sharded
+from fp8serve.train.sharded.rows import parameters_of
 
 
 def states(forward: Forward) -> Iterator[tuple[str, ScalingState]]:
@@ -65,12 +69,20 @@ def seed_scaling(forward: Forward, model_dir: Path) -> int:
     return len(found)
 
 
-def capture(forward: Forward, optimizer: Optimizer, method: dict[str, Tensor], meta: dict[str, object]) -> TrainState:
+def capture(
+    forward: Forward,
+    optimizer: Optimizer,
+    method: dict[str, Tensor],
+    meta: dict[str, object],
+    asking: Asking | None = None,
+) -> TrainState:
     """References to the run's tensors, to be written before the next step. Only weights that files hold transposed are
-    copied."""
+    copied. asking: for the parts that the other ranks of a sharded run have, see `asking_for`."""
+    masters = turned(optimizer.masters, transposed_linears(forward.network.decoder))
+    moments = optimizer.state()
     return TrainState(
-        model=turned(optimizer.masters, transposed_linears(forward.network.decoder)),
-        optimizer=optimizer.state(),
+        model=masters if asking is None else _whole(asking, "model", masters),
+        optimizer=moments if asking is None else _whole(asking, "optimizer", moments),
         scaling=scaling_tensors(forward),
         random={"cpu": torch.get_rng_state()},
         method=method,
@@ -78,7 +90,26 @@ def capture(forward: Forward, optimizer: Optimizer, method: dict[str, Tensor], m
     )
 
 
-def restore(forward: Forward, optimizer: Optimizer, saved: TrainState) -> None:
-    optimizer.load(turned(saved.model, transposed_linears(forward.network.decoder)), saved.optimizer)
+def asking_for(sharded: Sharded, optimizer: Optimizer) -> Asking:
+    """What makes the tensors of a sharded run whole, for `capture`."""
+    masters, moments = optimizer.masters, optimizer.state()
+    tensors = {f"model/{name}": t for name, t in masters.items()} | {f"optimizer/{k}": t for k, t in moments.items()}
+    owners = {f"model/{name}": name for name in masters}
+    owners |= {f"optimizer/{key}": name for key, name in parameters_of(moments).items()}
+    return Asking(sharded.shards, tensors, owners)
+
+
+def _whole(asking: Asking, kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {name: asking.whole(f"{kind}/{name}") for name in tensors}
+
+
+def restore(forward: Forward, optimizer: Optimizer, saved: TrainState, sharded: Sharded | None = None) -> None:
+    """The reverse of `capture`; of a sharded run every process takes its parts."""
+    masters: Mapping[str, Tensor] = turned(saved.model, transposed_linears(forward.network.decoder))
+    moments: Mapping[str, Tensor] = saved.optimizer
+    if sharded is not None:
+        masters = sharded.shards.own(masters, {name: name for name in masters})
+        moments = sharded.shards.own(moments, parameters_of(moments))
+    optimizer.load(masters, moments)
     load_scaling(forward, saved.scaling)
     torch.set_rng_state(saved.random["cpu"])

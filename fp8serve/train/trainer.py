@@ -33,7 +33,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,17 +41,15 @@ import torch
 
 from fp8serve.errors import JobError
 from fp8serve.fp8.scaling import ScalingState
-from fp8serve.model.readers import reader_notes
 from fp8serve.model.storage.files import read_json
 from fp8serve.model.storage.lock import take_lock
-from fp8serve.model.stored import open_checkpoint
 from fp8serve.ranks import ALONE, Ranks
 from fp8serve.train import checkpoint, events, fallback, state
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Item
 from fp8serve.train.divergence import DivergenceError, Outcome
 from fp8serve.train.events import OnEvent
-from fp8serve.train.export import export
+from fp8serve.train.finishing import chosen_of, judge, published
 from fp8serve.train.gradients import accumulate
 from fp8serve.train.health import Health
 from fp8serve.train.held_out import HeldOut, held_out_metrics
@@ -62,6 +60,7 @@ from fp8serve.train.order import Cursor, Step, walk
 from fp8serve.train.packages import check_states
 from fp8serve.train.reporting import check_installed, reported
 from fp8serve.train.setup import Setup, check_format, environment, prepare
+from fp8serve.train.sharded.asking import Asking
 
 MAX_SKIPPED_IN_A_ROW = 10
 
@@ -116,7 +115,7 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, ranks: Ranks = ALONE) -> None:
         self.config = config
-        self.ranks = ranks
+        self.ranks = replace(ranks, in_step=config.fsdp and ranks.size > 1)
 
     def run(self, on_event: OnEvent = _ignore, stop: Callable[[], bool] = _never) -> TrainResult:
         """Train to the end, or until `stop()` is true between two steps, on any rank. Events are rank 0's.
@@ -236,12 +235,15 @@ class _Run:
         if before != self.config:  # another attempt, which counts its skipped steps from 0
             saved.scaling = fallback.rescaled(saved.scaling, before, self.config)
             values["skipped_in_a_row"] = 0
-        state.restore(self.setup.forward, self.setup.optimizer, saved)
+        self._restore(saved)
         self.setup = self.setup.recalled(saved.method)
         held_out = HeldOut(**values.pop("held_out", {}))  # a checkpoint of an older version has none
         values |= {"cursor": Cursor(**values["cursor"]), "held_out": held_out, "returns": self.progress.returns}
         self.progress = Progress(**values)
         self.on_event(events.message("resumed", f"Resumed from step {self.progress.step}", step=self.progress.step))
+
+    def _restore(self, saved: checkpoint.TrainState) -> None:
+        state.restore(self.setup.forward, self.setup.optimizer, saved, self.setup.sharded)
 
     def _warm_scales(self) -> None:
         """Before the first step, fill the histories that the base model does not bring with one observed microbatch.
@@ -254,7 +256,7 @@ class _Run:
         step, _ = next(walk(self.lengths, self.config, self.progress.cursor, 1))
         method, microbatches = self.setup.method, self._items(step)
         weight = method.weight([item for items in microbatches for item in items])
-        self.setup.forward.observe(lambda logits: method.sums(logits, microbatches[0])[0] / weight)
+        self.setup.observe(lambda logits: method.sums(logits, microbatches[0])[0] / weight)
         text = "Scales start from the amaxes of one pass in high precision"
         self.on_event(events.message("scales_observed", text))
 
@@ -302,8 +304,10 @@ class _Run:
                 self._go_back_if_diverged()
                 self._save()
         self._go_back_if_diverged()
-        self._save()
-        return self.ranks.by_first(self._finished)
+        latest, held_out = self._save(), self.progress.held_out
+        chosen = self._chosen(latest)
+        outcome = self._outcome(held_out.last if chosen == latest else held_out.best)
+        return self.ranks.by_first(lambda: self._finished(chosen, outcome))
 
     @property
     def _may_go_back(self) -> bool:
@@ -388,7 +392,15 @@ class _Run:
         seed, found, norm = f"{self.config.seed}:{self.progress.step}", list[list[float]](), 0.0
         while len(found) < method.updates and math.isfinite(norm):
             found.append(
-                accumulate(method, forward, optimizer, microbatches, ranks=self.ranks, seed=f"{seed}:{len(found)}")
+                accumulate(
+                    method,
+                    forward,
+                    optimizer,
+                    microbatches,
+                    ranks=self.ranks,
+                    seed=f"{seed}:{len(found)}",
+                    sharded=self.setup.sharded,
+                )
             )
             norm = optimizer.step(rate)
         of_first = [False, *(measure.of_first for measure in method.measures)]
@@ -445,13 +457,21 @@ class _Run:
             loss = self.progress.held_out.first = self._validated()["valid_loss"]
             self.on_event(events.message("validated", f"Validation loss before the first step: {loss:.4f}", loss=loss))
 
-    def _save(self) -> None:
+    def _save(self) -> Path:
+        """The newest checkpoint, of the step where the run stands."""
         if self.latest is None or self.latest.name != f"step-{self.progress.step}":
-            self.latest = self.ranks.by_first(self._written)
+            self.latest = self._written_by_first()
             self.saved_at = time.monotonic()
         self.ranks.by_first(self._remove_old)  # also those left by a run that was killed after writing
+        return self.latest
 
-    def _written(self) -> Path:
+    def _written_by_first(self) -> Path:
+        if self.setup.sharded is None:
+            return self.ranks.by_first(self._written)
+        asking = state.asking_for(self.setup.sharded, self.setup.optimizer)
+        return asking.by_first(lambda: self._written(asking))
+
+    def _written(self, asking: Asking | None = None) -> Path:
         meta = {
             "step": self.progress.step,
             "config": json.loads(self.config.to_json()),
@@ -460,7 +480,7 @@ class _Run:
             "environment": environment(self.config),
             "kept": self.setup.kept_linears,
         }
-        saved = state.capture(self.setup.forward, self.setup.optimizer, self.setup.kept(), meta)
+        saved = state.capture(self.setup.forward, self.setup.optimizer, self.setup.kept(), meta, asking)
         path = checkpoint.write_checkpoint(self.root, saved, self.setup.carry)
         self.on_event(events.checkpoint(str(path), {**self.progress.metrics, "step": self.progress.step}))
         return path
@@ -485,42 +505,18 @@ class _Run:
         self.on_event(events.message("stopped", f"Stopped at step {self.progress.step}", step=self.progress.step))
         return self._result("stopped", None)
 
-    def _finished(self) -> TrainResult:
-        chosen = self._chosen()
-        self._judge(chosen)
-        model = self.out / "model"
-        self._set_aside(model, chosen)
-        if not model.exists():
-            export(chosen, model)
-            self.on_event(events.message("exported", f"The trained model is in {model}", path=str(model)))
-            for note in () if self.config.lora_rank else reader_notes(open_checkpoint(model)):
-                self.on_event(events.message("readers", note, level="warn"))
-        return self._result("succeeded", str(model))
+    def _finished(self, chosen: Path, outcome: Outcome) -> TrainResult:
+        judge(self.asked, chosen, outcome, self.on_event)
+        return self._result("succeeded", str(published(self.config, chosen, self.on_event)))
 
-    def _chosen(self) -> Path:
+    def _chosen(self, latest: Path) -> Path:
         """The checkpoint that the result is made of. From here on the model computes with its weights."""
-        best = self.root / f"step-{self.progress.held_out.best_step}"
-        if self.config.result == "last" or self.latest is None or best == self.latest:
-            return self._newest()
-        if (why := checkpoint.verify(best)) is not None:
-            text = f"The best checkpoint, {best.name}, cannot be used ({why}): the result is made of the last one"
-            self.on_event(events.message("best_lost", text, level="warn"))
-            return self.latest
-        state.restore(self.setup.forward, self.setup.optimizer, checkpoint.read_checkpoint(best))
-        return best
-
-    def _judge(self, chosen: Path) -> None:
-        """When the run made the model worse: JobError, or a warning if the job keeps the model all the same."""
-        held_out = self.progress.held_out
-        outcome = self._outcome(held_out.best if chosen != self.latest else held_out.last)
-        if outcome.problem is None:
-            return
-        if self.asked.on_divergence != "keep":
-            raise JobError(
-                f"{outcome.problem}; lower lr ({self.config.lr}), or make a model of {chosen} by starting again with "
-                'on_divergence="keep" (--on-divergence keep).'
-            )
-        self.on_event(events.message("diverged", outcome.problem, level="warn"))
+        best = self.progress.held_out.best_step
+        chosen = self.ranks.by_first(lambda: chosen_of(self.config, latest, best, self.on_event))
+        if chosen != latest:
+            with self.ranks.together():
+                self._restore(checkpoint.read_checkpoint(chosen))
+        return chosen
 
     def _outcome(self, held_out_after: float | None) -> Outcome:
         """Compares the model now with the model before the run."""
@@ -541,17 +537,6 @@ class _Run:
                 f"The loss of the first rows is {loss} before any step; check the model's weights and scales."
             )
         return loss
-
-    def _set_aside(self, model: Path, chosen: Path) -> None:
-        """A model of another step of this run keeps its files under another name, because a server may be using
-        them."""
-        if model.exists() and f"step-{(step := read_json(model / 'training.json', JobError)['step'])}" != chosen.name:
-            model.rename(model.with_name(f"model-step-{step}"))
-
-    def _newest(self) -> Path:
-        if self.latest is None:
-            raise JobError(f"{self.root} holds no checkpoint to make a model from.")
-        return self.latest
 
     def _result(self, status: Literal["succeeded", "stopped"], model: str | None) -> TrainResult:
         return TrainResult(

@@ -16,7 +16,7 @@ from fp8serve.model.text.data_files import Rows, read_source
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Item, Row, RowCounts, check_length
-from fp8serve.train.memory import check_recompute, memory_estimate
+from fp8serve.train.memory import check_layers, memory_estimate
 from fp8serve.train.methods.interface import Reader
 from fp8serve.train.methods.table import reader_of
 from fp8serve.train.order import epoch_steps, total_steps
@@ -51,19 +51,22 @@ class DataReport:
 
 @dataclass(frozen=True)
 class ValidationReport(DataReport):
-    """What a dry run found. memory_bytes: estimate by part."""
+    """What a dry run found. memory_bytes: estimate by part, of one process."""
 
     memory_bytes: dict[str, int]
 
 
-def validate(config: TrainConfig) -> ValidationReport:
-    """Look at the model's configuration and all data. Raises ModelError or RecipeError; bad data are in the report."""
+def validate(config: TrainConfig, processes: int = 1) -> ValidationReport:
+    """Look at the model's configuration and all data, for a run of so many processes.
+
+    Raises ModelError, RecipeError or JobError; bad data are in the report.
+    """
     model = read_config(config.model)
     check_length(config.seq_len, model)
-    check_recompute(config, model)
+    check_layers(config, model)
     check_states(config)
     found = look_at_data(config)
-    memory = memory_estimate(model, config, found.microbatch_tokens, found.trainable_fraction)
+    memory = memory_estimate(model, config, found.microbatch_tokens, found.trainable_fraction, processes)
     return ValidationReport(**vars(found), memory_bytes=memory)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fp8serve.errors import JobError
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.optimizer import Optimizer, learning_rate
+from fp8serve.train.optimizer import Optimizer, global_norm, learning_rate
 
 
 def config(**values: object) -> TrainConfig:
@@ -147,10 +147,8 @@ def test_weights_of_another_model_are_refused() -> None:
 
 def test_a_norm_beyond_fp32_is_still_a_norm() -> None:
     """Squares that overflow FP32 do not make a finite gradient infinite; one infinite element does."""
-    from fp8serve.train.optimizer import _global_norm
-
-    grads = [torch.full((3, 4), 1e30), torch.full((4,), -1e30)]
-    assert _global_norm(grads) == pytest.approx(4e30)
-    assert _global_norm([torch.full((2, 8), 3.0)]) == pytest.approx(12)
-    assert _global_norm([*grads, torch.tensor([torch.inf])]) == math.inf
-    assert math.isnan(_global_norm([*grads, torch.tensor([torch.nan])]))
+    grads = {"matrix": torch.full((3, 4), 1e30), "vector": torch.full((4,), -1e30)}
+    assert global_norm(grads) == pytest.approx(4e30)
+    assert global_norm({"matrix": torch.full((2, 8), 3.0)}) == pytest.approx(12)
+    assert global_norm({**grads, "other": torch.tensor([torch.inf])}) == math.inf
+    assert math.isnan(global_norm({**grads, "other": torch.tensor([torch.nan])}))

@@ -42,11 +42,11 @@ async def check_data(parser: RequestParser, body: FinetuneBody, config: TrainCon
         await _check_rows(parser, config, config.eval_data, "validation_data")
 
 
-async def public_report(parser: RequestParser, config: TrainConfig) -> dict[str, Any]:
-    """ValidationReport as plain data, without paths on the server's disk."""
+async def public_report(parser: RequestParser, config: TrainConfig, processes: int) -> dict[str, Any]:
+    """ValidationReport as plain data, without paths on the server's disk; memory is that of one of the `processes`."""
     report = await _report(parser, config)
     bad_lines = [{"line": bad["line"], "message": safe_text(bad["message"])} for bad in report["bad_lines"]]
-    memory = await asyncio.to_thread(_memory, config, report)
+    memory = await asyncio.to_thread(_memory, config, report, processes)
     return report | {"bad_lines": bad_lines, "memory_bytes": memory}
 
 
@@ -67,9 +67,9 @@ async def measured_rows(parser: RequestParser, config: TrainConfig) -> list[Meas
     return [MeasuredRow(tuple(ids), tuple(counts if any(counts[1:]) else [True] * len(ids))) for ids, counts in found]
 
 
-def _memory(config: TrainConfig, report: dict[str, Any]) -> dict[str, int]:
+def _memory(config: TrainConfig, report: dict[str, Any], processes: int) -> dict[str, int]:
     model = read_config(config.model)
-    return memory_estimate(model, config, report["microbatch_tokens"], report["trainable_fraction"])
+    return memory_estimate(model, config, report["microbatch_tokens"], report["trainable_fraction"], processes)
 
 
 async def _check_rows(parser: RequestParser, config: TrainConfig, files: Sequence[str], param: str) -> None:

@@ -91,7 +91,7 @@ class Submissions:
         directory = self.runner.dir_of(f"validate-{new_job_id()}")
         try:
             config = await asyncio.to_thread(self._directories.fill, directory, body, source, rows)
-            return await public_report(self.parser, config)
+            return await public_report(self.parser, config, config.processes(self.settings.train_procs))
         finally:
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 

@@ -159,13 +159,63 @@ def bytes_on_wire(rank: int) -> Any:
 def test_half_the_bytes_of_bf16(world: int) -> None:
     found = on_ranks(world, bytes_on_wire)[0]
     elements = 4 * 32 * 32 // world  # that a rank sends in one gather of all layers
-    twice = 2 * elements  # forward and backward
-    assert found["bf16"]["bytes"]["allgather_base"] == 2 * twice
-    assert found["delayed"]["bytes"]["allgather_base"] == twice
-    assert found["current"]["bytes"]["allgather_base"] == twice
+    assert found["bf16"]["bytes"]["allgather_base"] == 2 * 2 * elements  # forward and backward
+    in_fp8 = 2 * (elements + 4 * 4)  # and the amax of each layer's rows
+    assert found["delayed"]["bytes"]["allgather_base"] == in_fp8
+    assert found["current"]["bytes"]["allgather_base"] == in_fp8
     assert found["delayed"]["calls"]["allreduce"] == 2  # forward and backward amaxes of all four layers
     assert found["current"]["calls"]["allreduce"] == 1  # the amaxes of all four weights
     assert "allreduce" not in found["bf16"]["calls"]
+
+
+class Choice(nn.Module):
+    """Two layers that are gathered together, of which one runs."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Linear(32, rows, bias=False), Linear(32, rows, bias=False)])
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return self.layers[which](x)  # type: ignore[no-any-return]
+
+
+def amaxes_of_weights(rank: int, rows: int) -> list[list[float]]:
+    """What the weights' histories hold after each layer has run on one rank, and what it should be."""
+    torch.manual_seed(0)
+    model = Choice(rows)
+    with torch.no_grad():
+        for layer, other in zip(model.layers, (slice(17, None), slice(0, 16)), strict=True):
+            cast(Any, layer).weight[other] *= 8  # of the rank on which it does not run
+    wanted = [float(cast(Any, layer).weight.detach().abs().max()) for layer in model.layers]
+    gather_in_fp8(model)
+    fully_shard(model, mesh=mesh())
+    with autocast(recipe=DELAYED):
+        model(torch.randn(4, 32), rank)
+    return [[float(cast(Any, layer).scaling["weight"].amax_history.max()) for layer in model.layers], wanted]
+
+
+@pytest.mark.parametrize("rows", [32, 33])
+def test_a_layer_that_runs_on_one_rank_has_the_amax_of_its_whole_weight(rows: int) -> None:
+    for found, wanted in on_ranks(2, amaxes_of_weights, rows):
+        assert found == wanted
+
+
+def amaxes_of_two_microbatches(rank: int) -> list[list[float]]:
+    """What the weights' histories hold after each layer has run in one of two microbatches, and what they should."""
+    torch.manual_seed(0)
+    model = Choice(32)
+    wanted = [float(cast(Any, layer).weight.detach().abs().max()) for layer in model.layers]
+    gather_in_fp8(model)
+    fully_shard(model, mesh=mesh())
+    for which in (0, 1):
+        with autocast(recipe=DELAYED, is_first_microbatch=which == 0):
+            model(torch.randn(4, 32), which)
+    return [[float(cast(Any, layer).scaling["weight"].amax_history.max()) for layer in model.layers], wanted]
+
+
+def test_a_layer_that_runs_in_a_later_microbatch_only_has_its_amax() -> None:
+    for found, wanted in on_ranks(2, amaxes_of_two_microbatches):
+        assert found == wanted
 
 
 REFUSED: dict[str, tuple[Recipe, bool, str]] = {

@@ -1,0 +1,240 @@
+"""Runs whose weights are divided among processes (`--fsdp`): the bytes of one process, whatever happens to them."""
+
+import errno
+import json
+import signal
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8serve.errors import JobError, MachineError
+from fp8serve.model.storage import streamed
+from fp8serve.ranks import Ranks
+from fp8serve.train.config import TrainConfig
+from fp8serve.train.job_process import EXIT_STOPPED
+from fp8serve.train.scratch import write_random_model
+from fp8serve.train.trainer import Trainer
+from fp8serve.train.validate import validate
+from tests.compatibility.cases import make
+from tests.fp8.distributed.ranks import on_ranks
+from tests.model.oracle import write_tokenizer
+from tests.patience import PATIENCE, until
+from tests.train.conftest import TEXTS, Configure, write_lines
+from tests.train.test_experts import write_mixture
+from tests.train.test_job_process import events, finish, make_job
+from tests.train.test_processes import (
+    SHARED,
+    _train_spoiled,
+    assert_same,
+    by_processes,
+    in_group,
+    metrics_in,
+    metrics_of,
+    run_whole,
+    trained,
+)
+
+pytestmark = pytest.mark.distributed
+
+CASES: dict[str, dict[str, Any]] = {
+    "delayed": {},
+    "delayed, masters in the optimizer": {"master_weights": "optimizer"},
+    "most recent, in FP8 attention": {"recipe_options": {"amax_compute_algo": "most_recent", "fp8_dpa": True}},
+    "dgrad in high precision": {"recipe_options": {"override_linear_precision": [False, True, False]}},
+    "bf16": {"recipe": "bf16"},
+    "current": {"recipe": "current"},
+    "current, masters in the optimizer": {"recipe": "current", "master_weights": "optimizer"},
+    "rowwise, masters in the optimizer": {"recipe": "rowwise", "master_weights": "optimizer"},
+    "block": {"recipe": "block"},
+    "recomputed": {"recompute": True},
+    "clipped": {"clip": 0.01, "recipe": "bf16"},
+    "one microbatch each": {"accumulate": 2},
+}
+
+
+def assert_trains_as_one(configure: Configure, tmp_path: Path, worlds: tuple[int, ...] = (2,), **options: Any) -> None:
+    """Whether sharded runs tell, and leave in their directories, what an undivided one does."""
+    told = by_processes(1, configure(**{**SHARED, **options}, out=str(tmp_path / "one")))
+    for world in worlds:
+        config = configure(**{**SHARED, **options}, fsdp=True, out=str(tmp_path / str(world)))
+        heard, *silent = by_processes(world, config)
+        assert silent == [[]] * (world - 1)
+        assert len(heard) == len(told[0]) + 1  # which says how weights are divided
+        assert "model/training.json" in trained(tmp_path / "one")
+        assert trained(tmp_path / "one") == trained(tmp_path / str(world))
+        assert metrics_of(tmp_path / "one") == metrics_of(tmp_path / str(world))
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.smoke if c == "delayed" else ()) for c in CASES])
+def test_two_processes_train_the_bytes_of_one(case: str, configure: Configure, tmp_path: Path, data: Path) -> None:
+    """The last step of an epoch has three microbatches, which no number of processes here divides."""
+    options: dict[str, Any] = {"eval_data": [str(data)], "eval_every": 2, "save_every": 2}
+    worlds = (2, 4) if case == "delayed" else (2,)
+    assert_trains_as_one(configure, tmp_path, worlds, **options, **CASES[case])
+
+
+def test_a_model_that_is_in_fp8_already(configure: Configure, tmp_path: Path, fp8_dir: Path) -> None:
+    assert_trains_as_one(configure, tmp_path, model=str(fp8_dir), recipe_options={"reduce_amax": False})
+
+
+def test_three_processes_whose_shards_are_uneven(configure: Configure, tmp_path: Path) -> None:
+    """22, 22 and 20 of 64 rows; AdamW rounds what is left over after 16 numbers in another way."""
+    options = {**SHARED, "recipe": "bf16"}
+    by_processes(1, configure(**options, out=str(tmp_path / "1")))
+    by_processes(3, configure(**options, fsdp=True, out=str(tmp_path / "3")))
+    one, three = (metrics_of(tmp_path / name)["metrics"] for name in ("1", "3"))
+    assert one == pytest.approx(three, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe"])
+def test_experts_that_no_token_chose_stay_as_they_are(
+    kind: str, configure: Configure, tmp_path: Path, model_dir: Path
+) -> None:
+    """Rows are so short that the ranks need different experts."""
+    mixture = write_mixture(tmp_path / "mixture", model_dir, kind)
+    rows = write_lines(tmp_path / "short.jsonl", [{"text": text[i : i + 4]} for i, text in enumerate(TEXTS)])
+    options = {"model": str(mixture), "data": [str(rows)], "batch_size": 1, "accumulate": 3, "max_steps": 3}
+    assert_trains_as_one(configure, tmp_path, **options)
+
+
+def test_pairs_get_their_reference_from_all_processes(configure: Configure, tmp_path: Path) -> None:
+    pairs = [{"prompt": t[:20], "chosen": t[20:40], "rejected": t[40:60]} for t in TEXTS[:9]]
+    assert_trains_as_one(
+        configure, tmp_path, method="dpo", data=[str(write_lines(tmp_path / "pairs.jsonl", pairs))], max_steps=2
+    )
+
+
+def test_the_best_checkpoint_becomes_the_model_of_a_run_that_ends_early(configure: Configure, tmp_path: Path) -> None:
+    held_out = write_lines(
+        tmp_path / "held-out.jsonl", [{"text": f"What nobody learns {i} {i * i}."} for i in range(5)]
+    )
+    options = {"lr": 0.02, "max_steps": 12, "eval_data": [str(held_out)], "eval_every": 1, "patience": 2}
+    assert_trains_as_one(configure, tmp_path, result="best", on_divergence="keep", warmup_steps=1, **options)
+    best = metrics_of(tmp_path / "2")["held_out"]["best_step"]
+    assert 1 <= best < metrics_of(tmp_path / "2")["step"] < 12
+    assert json.loads((tmp_path / "2" / "model" / "training.json").read_text())["step"] == best
+
+
+def test_a_run_that_diverges_goes_back(configure: Configure, tmp_path: Path) -> None:
+    told = []
+    for world in (1, 2):
+        back = {"on_divergence": "return", "save_every": 2, "max_steps": 10, "out": str(tmp_path / str(world))}
+        config = configure(**{**SHARED, "accumulate": 2, **back}, fsdp=world > 1)
+        told.append(on_ranks(world, _train_spoiled, world, config.to_json()))
+    assert told[1][1] == []
+    assert trained(tmp_path / "1") == trained(tmp_path / "2")
+    assert metrics_of(tmp_path / "2")["returns"] == 2
+
+
+def test_a_job_goes_on_divided_or_not_with_any_number_of_processes(configure: Configure, tmp_path: Path) -> None:
+    options: dict[str, Any] = {**SHARED, "max_steps": 10}
+    by_processes(1, configure(**options, out=str(tmp_path / "through")))
+    plan = ((2, True, 2), (4, False, 2), (4, True, 2), (1, True, 2), (2, True, None))
+    for world, fsdp, stop_after in plan:
+        by_processes(world, configure(**options, fsdp=fsdp, out=str(tmp_path / "changing")), stop_after)
+    last = [
+        {n: h for n, h in trained(tmp_path / run).items() if "step-10" in n or n == "model/model.safetensors"}
+        for run in ("through", "changing")
+    ]
+    assert len(last[0]) > 5
+    assert last[0] == last[1]
+
+
+@pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
+def test_moments_of_eight_bits_are_those_of_one_process(configure: Configure, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 320, "hidden_size": 128, "layers": 1, "heads": 4, "kv_heads": 2}
+    model = write_random_model(tmp_path / "wide", TEXTS, **sizes, context=128)
+    options: dict[str, Any] = {**SHARED, "model": str(model), "optimizer_states": "8bit", "max_steps": 6}
+    by_processes(1, configure(**options, out=str(tmp_path / "one")))
+    config = configure(**options, fsdp=True, out=str(tmp_path / "two"))
+    by_processes(2, config, 3)
+    by_processes(2, config)
+    one, two = ({n: h for n, h in trained(tmp_path / run).items() if "step-6" in n} for run in ("one", "two"))
+    assert any(name.endswith("optimizer.safetensors") for name in one)
+    assert one == two
+
+
+def _refused(rank: int, config: str) -> str:
+    with pytest.raises(JobError) as refusal:
+        Trainer(TrainConfig.from_json(config), Ranks(rank, 2)).run()
+    return str(refusal.value)
+
+
+@pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
+def test_blocks_of_eight_bit_moments_that_would_be_cut_are_refused(configure: Configure) -> None:
+    """Half of a matrix of 64 x 64 has 2048 numbers."""
+    told = on_ranks(2, _refused, configure(accumulate=2, optimizer_states="8bit", fsdp=True).to_json())
+    assert told[0] == told[1]
+    assert "2 processes cut model.layers.0" in told[0]
+    assert "use fp32, another number of processes, or no fsdp" in told[0]
+
+
+def test_a_disk_that_is_full_is_told_by_all(configure: Configure, tmp_path: Path) -> None:
+    config = configure(accumulate=2, fsdp=True, max_steps=2)
+    told = on_ranks(2, _full, config.to_json())
+    assert told[0] == told[1]
+    assert "step-2 could not be written: No space left on device" in told[0]
+    assert list((Path(config.out) / "checkpoints").iterdir()) == []
+
+
+def _full(rank: int, config: str) -> str:
+    def refuse(*call: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    streamed._write = refuse
+    with pytest.raises(MachineError) as refusal:
+        Trainer(TrainConfig.from_json(config), Ranks(rank, 2)).run()
+    return str(refusal.value)
+
+
+def test_one_process_has_nothing_to_divide(configure: Configure) -> None:
+    told: list[dict[str, Any]] = []
+    result = Trainer(configure(fsdp=True)).run(told.append)
+    assert result.status == "succeeded"
+    assert "There is one process, so nothing is divided (fsdp)" in [
+        e["message"] for e in told if e["type"] == "message"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"lora_rank": 4, "recipe": "rowwise"}, "an adapter is small beside its frozen base; leave it out"),
+        ({"method": "grpo", "reward": "reward.py"}, "fsdp divides a model among processes, and grpo runs in one"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_at_once(configure: Configure, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(JobError, match=said):
+        configure(fsdp=True, **options)
+
+
+def test_a_signal_stops_a_sharded_group_at_a_checkpoint(tmp_path: Path, configure: Configure) -> None:
+    job = make_job(tmp_path / "job", configure, **{**SHARED, "max_steps": 100_000}, save_every=None, fsdp=True)
+    process = in_group(job)
+    until(lambda: metrics_in(job) or process.poll() is not None)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, out, err) == (EXIT_STOPPED, "", "")
+    assert events(job)[-1]["code"] == "stopped"
+    divided = next(e["message"] for e in events(job) if e.get("code") == "sharded")
+    assert divided.endswith("divided among 2 processes (FSDP2); layers are gathered in FP8")
+
+
+@pytest.mark.slow
+def test_sharded_processes_killed_at_random_write_the_directory_of_one(tmp_path: Path, configure: Configure) -> None:
+    """Now a rank, which the group survives, now the process that holds it together."""
+    whole, job = run_whole(tmp_path, configure, max_steps=12, save_every=2, keep_last=2, fsdp=True)
+    assert finish(job, "group", "7") >= 2
+    assert_same(whole, job)
+    losses = [[(e["step"], e["train_loss"]) for e in metrics_in(directory)] for directory in (whole, job)]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("check", [validate, lambda config: Trainer(config).run()], ids=["dry run", "run"])
+def test_a_model_that_transformers_computes_is_refused(configure: Configure, tmp_path: Path, check: Any) -> None:
+    make("gpt_neox", tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    with pytest.raises(JobError, match="fsdp divides layer by layer, and transformers computes this model whole"):
+        check(configure(model=str(tmp_path / "model"), fsdp=True))
