@@ -1,5 +1,4 @@
-"""What becomes of a run that has taken its last step: the checkpoint that it is made of, whether that may be a result,
-and `out/model/`."""
+"""The end of a run after its last step: chooses the checkpoint of the result, judges it, and writes `out/model/`."""
 
 from pathlib import Path
 
@@ -27,7 +26,7 @@ def chosen_of(config: TrainConfig, latest: Path, best_step: int | None, on_event
 
 
 def judge(config: TrainConfig, chosen: Path, outcome: Outcome, on_event: OnEvent) -> None:
-    """JobError, or a warning where the owner asked for the model all the same, when the run made it worse."""
+    """When the run made the model worse: JobError, or a warning if the job keeps the model all the same."""
     if outcome.problem is None:
         return
     if config.on_divergence != "keep":

@@ -100,9 +100,8 @@ def check_layers(config: TrainConfig, model: ModelConfig) -> None:
     """JobError for a model that transformers computes: it is a single piece here, so nothing would be saved."""
     for name in ("recompute", "fsdp"):
         if getattr(config, name) and model.computed_by is not None:
-            raise JobError(
-                f"{name} works layer by layer, but transformers computes this model as a whole; leave it out."
-            )
+            what = "works layer by layer, but transformers computes this model as a whole"
+            raise JobError(f"{name} {what}; leave it out.")
 
 
 def _cached(model: ModelConfig) -> int:

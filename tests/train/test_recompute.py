@@ -113,5 +113,5 @@ def test_a_run_may_go_on_with_the_other_choice(configure: Configure, tmp_path: P
 def test_a_model_that_transformers_computes_is_refused(configure: Configure, tmp_path: Path, check: Any) -> None:
     make("gpt_neox", tmp_path / "model")
     write_tokenizer(tmp_path / "model")
-    with pytest.raises(JobError, match="transformers computes this model whole"):
+    with pytest.raises(JobError, match="transformers computes this model as a whole"):
         check(configure(model=str(tmp_path / "model"), recompute=True))

@@ -236,5 +236,5 @@ def test_sharded_processes_killed_at_random_write_the_directory_of_one(tmp_path:
 def test_a_model_that_transformers_computes_is_refused(configure: Configure, tmp_path: Path, check: Any) -> None:
     make("gpt_neox", tmp_path / "model")
     write_tokenizer(tmp_path / "model")
-    with pytest.raises(JobError, match="fsdp divides layer by layer, and transformers computes this model whole"):
+    with pytest.raises(JobError, match="fsdp works layer by layer, but transformers computes this model as a whole"):
         check(configure(model=str(tmp_path / "model"), fsdp=True))
