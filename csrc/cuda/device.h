@@ -42,6 +42,13 @@ class OnDevice {
     stream_ = static_cast<Stream>(stream);
   }
   Stream stream() const { return stream_; }
+  int index() const { return index_; }
+  bool is_capturing() const {  // also where it cannot be told
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    const bool told = cudaStreamIsCapturing(stream_, &status) == cudaSuccess;
+    if (!told) cudaGetLastError();
+    return !told || status != cudaStreamCaptureStatusNone;
+  }
   int multiprocessors() const { return attribute(cudaDevAttrMultiProcessorCount); }
   int capability() const {  // 89, 90, 100, 120
     return 10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor);

@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kRowThreads)
 template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kRowThreads)
     layer_norm_row(const T* x, int64_t stride, const T* weight, const T* bias, uint8_t* q, int64_t n,
-                   float eps, const float* scale_in, float* amax) {
+                   float eps, const float* scale_in, const __grid_constant__ Seen out) {
   __shared__ float memory[3][32];
   const T* from = x + blockIdx.x * stride;
   float sum = 0.0f, squares = 0.0f, seen = 0.0f;
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kRowThreads)
     store_chunk<kAligned>(encode_chunk<F>(y, scale), q + blockIdx.x * n, at, n);
   });
   seen = block_max(seen, memory[2]);
-  if (threadIdx.x == 0) raise(amax, seen);
+  if (threadIdx.x == 0) tell_amax(out, seen);
 }
 
 // --- gated activation
@@ -121,8 +121,9 @@ constexpr int kSquare = 128;
 
 // A block casts 128 x 128 and writes it twice: as it lies, and from shared memory the other way.
 template <class F, class T, bool kAligned>
-__global__ void __launch_bounds__(kThreads) cast_transpose(const T* x, uint8_t* q, uint8_t* q_t, int64_t rows,
-                                                           int64_t cols, const float* scale_in, float* amax) {
+__global__ void __launch_bounds__(kThreads)
+    cast_transpose(const T* x, uint8_t* q, uint8_t* q_t, int64_t rows, int64_t cols, const float* scale_in,
+                   const __grid_constant__ Seen out) {
   __shared__ __align__(16) uint8_t tile[kSquare][kSquare];
   __shared__ float memory[32];
   constexpr int kLanes = kSquare / kChunk, kRows = kThreads / kLanes;
@@ -141,7 +142,7 @@ __global__ void __launch_bounds__(kThreads) cast_transpose(const T* x, uint8_t* 
     if (row < rows) store_chunk<kAligned>(bytes, q + row * cols, c0 + column, cols);
   }
   seen = block_max(seen, memory);  // also: the tile is whole
-  if (threadIdx.x == 0) raise(amax, seen);
+  if (threadIdx.x == 0) tell_amax(out, seen);
   const int first = static_cast<int>(threadIdx.x) / 32 * 16, lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
   for (int i = 0; i < kSquare / 32; ++i) {
@@ -267,16 +268,18 @@ Pair layer_norm_quantize(const Tensor& x, const Tensor& weight_in, const std::op
   check_fp8(check, dtype);
   const OnDevice device(x);
   const Tensor weight = dense(weight_in), bias = dense(bias_in ? *bias_in : weight_in);
-  const Tensor q = empty(x, {t.value(), hidden.value()}, dtype), amax = zero_amax(x, device);
-  if (x.numel() == 0) return {q, amax};
+  const Tensor q = empty(x, {t.value(), hidden.value()}, dtype);
+  if (x.numel() == 0) return {q, zero_amax(x, device)};
+  const Tensor amax = empty(x, {}, ScalarType::Float);
   const Rows rows = rows_of(x);
   const bool fast = fast_rows(rows) && aligned(weight.data_ptr(), 16) && aligned(bias.data_ptr(), 16);
+  const Seen out = prepared({data<float>(amax), true}, rows.count, device, x);
   with_types(dtype, x.scalar_type(), fast, [&](auto fmt, auto elem, auto whole) {
     using T = typename decltype(elem)::type;
     launch(layer_norm_row<typename decltype(fmt)::type, T, whole.value>, static_cast<unsigned>(rows.count),
            row_threads(rows.width), 0, device.stream(), data<T>(rows.held), rows.stride, data<T>(weight),
            bias_in ? data<T>(bias) : nullptr, data<uint8_t>(q), rows.width, static_cast<float>(eps),
-           data<float>(scale), data<float>(amax));
+           data<float>(scale), out);
   });
   return {q, amax};
 }
@@ -307,15 +310,16 @@ std::tuple<Tensor, Tensor, Tensor> quantize_transpose(const Tensor& x_in, const 
   check_fp8(check, dtype);
   const OnDevice device(x_in);
   const Tensor x = dense(x_in), q = empty(x, {m.value(), k.value()}, dtype);
-  const Tensor q_t = empty(x, {k.value(), m.value()}, dtype), amax = zero_amax(x, device);
-  if (x.numel() == 0) return {q, q_t, amax};
+  const Tensor q_t = empty(x, {k.value(), m.value()}, dtype);
+  if (x.numel() == 0) return {q, q_t, zero_amax(x, device)};
+  const Tensor amax = empty(x, {}, ScalarType::Float);
   const dim3 grid(static_cast<unsigned>(ceil_over(k.value(), kSquare)),
                   static_cast<unsigned>(ceil_over(m.value(), kSquare)));
+  const Seen out = prepared({data<float>(amax), true}, int64_t{grid.x} * grid.y, device, x);
   with_types(dtype, x.scalar_type(), fast_rows(rows_of(x)), [&](auto fmt, auto elem, auto whole) {
     using T = typename decltype(elem)::type;
     launch(cast_transpose<typename decltype(fmt)::type, T, whole.value>, grid, kThreads, 0, device.stream(),
-           data<T>(x), data<uint8_t>(q), data<uint8_t>(q_t), m.value(), k.value(), data<float>(scale),
-           data<float>(amax));
+           data<T>(x), data<uint8_t>(q), data<uint8_t>(q_t), m.value(), k.value(), data<float>(scale), out);
   });
   return {q, q_t, amax};
 }
@@ -390,11 +394,11 @@ Tensor rotary_write_kv(const Tensor& q, const Tensor& k, const Tensor& v, const 
 }  // namespace
 
 void cast_norm(const Tensor& x, const Tensor& weight_in, double eps, const Tensor& scale, const Tensor& q,
-               const Seen& out, const OnDevice& device) {
+               const Seen& told, const OnDevice& device) {
   const Tensor weight = dense(weight_in);
   const Rows rows = rows_of(x);
   const bool fast = fast_rows(rows) && aligned(weight.data_ptr(), 16);
-  prepare(out, rows.count, device);
+  const Seen out = prepared(told, rows.count, device, x);
   with_types(q.scalar_type(), x.scalar_type(), fast, [&](auto fmt, auto elem, auto whole) {
     using T = typename decltype(elem)::type;
     launch(norm_row<typename decltype(fmt)::type, T, whole.value>, static_cast<unsigned>(rows.count),
@@ -403,11 +407,11 @@ void cast_norm(const Tensor& x, const Tensor& weight_in, double eps, const Tenso
   });
 }
 
-void cast_gated(const Tensor& gate, const Tensor& up, const Tensor& scale, const Tensor& q, const Seen& out,
+void cast_gated(const Tensor& gate, const Tensor& up, const Tensor& scale, const Tensor& q, const Seen& told,
                 const OnDevice& device) {
   const Rows g = rows_of(gate), u = rows_of(up);
   const unsigned blocks = blocks_for(g, device);
-  prepare(out, blocks, device);
+  const Seen out = prepared(told, blocks, device, gate);
   const bool fast = fast_rows(g) && fast_rows(u);
   with_types(q.scalar_type(), gate.scalar_type(), fast, [&](auto fmt, auto elem, auto whole) {
     using T = typename decltype(elem)::type;

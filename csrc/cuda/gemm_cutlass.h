@@ -233,10 +233,11 @@ void name_formats(const Gemm& g, Arguments& args) {
   }
 }
 
-// Launches unless CUTLASS refuses, or the driver could not describe the operands.
+// Launches unless CUTLASS refuses, or the driver could not describe the operands. `amax`: null, or what the
+// kernel raises.
 template <class Adapter>
 bool launch_unless_refused(const typename Adapter::Arguments& args, const OnDevice& device,
-                           const Tensor& allocator) {
+                           const Tensor& allocator, float* amax = nullptr) {
   if (Adapter::can_implement(args) != cutlass::Status::kSuccess) return false;
   const auto bytes = static_cast<int64_t>(Adapter::get_workspace_size(args));
   std::optional<Tensor> workspace;
@@ -248,6 +249,7 @@ bool launch_unless_refused(const typename Adapter::Arguments& args, const OnDevi
       !is_encoded(*p.mainloop.tma_load_b.get_tma_descriptor()) ||
       !is_encoded(*p.epilogue.tma_store_d.get_tma_descriptor()))
     return false;
+  if (amax != nullptr) set_zero(amax, sizeof(float), device.stream());
   check(adapter.run(device.stream()));
   return true;
 }
@@ -283,7 +285,7 @@ struct Kernel : Types<Config, A, B, Out, kScaleRowsB, false> {
         cutlass::gemm::GemmUniversalMode::kGemm, {g.m, g.n, g.k, 1}, mainloop(g), epilogue, {}, {}};
     args.hw_info.sm_count = device.multiprocessors();
     args.scheduler.max_swizzle_size = swizzle;
-    return launch_unless_refused<Adapter>(args, device, allocator);
+    return launch_unless_refused<Adapter>(args, device, allocator, g.amax);
   }
 };
 

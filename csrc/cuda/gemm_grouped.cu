@@ -244,9 +244,10 @@ Tensor grouped_wgrad(const Tensor& a_in, const Tensor& b_in, const Tensor& a_sca
 
 template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
-    cast_row(const T* x, uint8_t* q, int64_t cols, const float* scales, float* amax,
+    cast_row(const T* x, uint8_t* q, int64_t cols, const float* scales, float* amax, const Room room,
              const __grid_constant__ Grouped g) {
   __shared__ float memory[32];
+  __shared__ bool last;
   const int expert = g.expert_of_row(static_cast<int>(blockIdx.x));
   const float scale = scales[expert];
   const T* from = x + blockIdx.x * cols;
@@ -258,7 +259,16 @@ __global__ void __launch_bounds__(kThreads)
     store_chunk<kAligned>(encode_chunk<F>(chunk, scale), to, at, cols);
   }
   seen = block_max(seen, memory);
-  if (threadIdx.x == 0) raise(amax + expert, seen);
+  if (room.maxima == nullptr) {
+    if (threadIdx.x == 0) raise(amax + expert, seen);
+    return;
+  }
+  if (threadIdx.x == 0) raise(room.maxima + expert, seen), last = is_last(room, gridDim.x);
+  __syncthreads();
+  if (!last) return;
+  for (int e = static_cast<int>(threadIdx.x); e < g.experts; e += kThreads) {
+    amax[e] = taken_from(room.maxima + e);
+  }
 }
 
 std::tuple<Tensor, Tensor> grouped_quantize(const Tensor& x_in, const Tensor& scale_in, const Tensor& offsets,
@@ -278,8 +288,12 @@ std::tuple<Tensor, Tensor> grouped_quantize(const Tensor& x_in, const Tensor& sc
   const Tensor x = dense(x_in), scale = dense(scale_in), ends = dense(offsets);
   const int64_t cols = x.size(1);
   Tensor q = empty(x, {t.value(), cols}, dtype), amax = empty(x, {count.value()}, ScalarType::Float);
-  set_zero(amax.data_ptr(), sizeof(float) * static_cast<size_t>(count.value()), device.stream());
-  if (x.numel() == 0 || count.value() == 0) return {q, amax};
+  const bool empty_handed = x.numel() == 0 || count.value() == 0;
+  const Room room = empty_handed || count.value() > kPlaces ? Room{} : room_of(device, x);
+  if (room.maxima == nullptr) {
+    set_zero(amax.data_ptr(), sizeof(float) * static_cast<size_t>(count.value()), device.stream());
+  }
+  if (empty_handed) return {q, amax};
   Grouped g{{},
             data<const int32_t>(ends),
             static_cast<int>(count.value()),
@@ -295,7 +309,7 @@ std::tuple<Tensor, Tensor> grouped_quantize(const Tensor& x_in, const Tensor& sc
       using T = typename decltype(elem)::type;
       launch(fast ? cast_row<F, T, true> : cast_row<F, T, false>, static_cast<unsigned>(t.value()), kThreads,
              0, device.stream(), data<T>(x), data<uint8_t>(q), cols, data<float>(scale), data<float>(amax),
-             g);
+             room, g);
     });
   });
   return {q, amax};

@@ -20,6 +20,7 @@ namespace {
 constexpr int kRows = 16;  // weight rows of a block
 constexpr int kWarps = 8;  // of a team
 constexpr int kThreads = 32 * kWarps, kMostTeams = 2;
+static_assert(kWarps == kWarpsThatTell);  // those of the first team
 constexpr int kGroupsOfExpert = 2, kRowsOfExpert = 8 * kGroupsOfExpert;
 
 __device__ __forceinline__ uint4 sixteen(const uint8_t* bytes, bool valid) {
@@ -146,7 +147,7 @@ __device__ __forceinline__ void finish(const Gemm& g, const Mine<kGroups>& mine,
     if (token >= g.m || column >= g.n) return;
     seen = put(g, static_cast<int64_t>(token) * g.n + column, finished(g, mine[t], token, column), seen);
   });
-  raise_amax(g, seen);
+  tell_amax(g, seen);
 }
 
 template <Element kElement, int kGroups, bool kInside, class From>

@@ -72,7 +72,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class T, bool kAligned>
-__global__ void __launch_bounds__(kThreads) find_amax(const T* x, int64_t n, float* amax, bool alone) {
+__global__ void __launch_bounds__(kThreads)
+    find_amax(const T* x, int64_t n, const __grid_constant__ Seen out) {
   __shared__ float memory[32];
   float seen = 0.0f;
   const int64_t tiles = (n + kTile - 1) / kTile;
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(kThreads) find_amax(const T* x, int64_t n, flo
     for_tile<kAligned>(x, tile, n, [&](const Chunk& chunk, int64_t) { seen = amax_of(chunk, seen); });
   }
   seen = block_max(seen, memory);
-  if (threadIdx.x == 0) alone ? void(*amax = seen) : raise(amax, seen);
+  if (threadIdx.x == 0) tell_amax(out, seen);
 }
 
 template <class F, class T, bool kAligned>
@@ -246,12 +247,11 @@ Pair quantize_current(const Tensor& x_in, ScalarType dtype, bool power_2) {
   Tensor q = quantized_like(x, dtype), scale_inv = empty(x, {}, ScalarType::Float);
   const Tensor amax = empty(x, {}, ScalarType::Float);
   const int blocks = blocks_for(n, device);
-  if (blocks > 1) set_zero(amax.data_ptr(), sizeof(float), device.stream());
+  const Seen out = prepared({data<float>(amax), true}, blocks, device, x);
   with_types(dtype, x, n, [&](auto fmt, auto elem, auto fast) {
     using F = typename decltype(fmt)::type;
     using T = typename decltype(elem)::type;
-    launch(find_amax<T, fast.value>, blocks, kThreads, 0, device.stream(), data<T>(x), n, data<float>(amax),
-           blocks == 1);
+    launch(find_amax<T, fast.value>, blocks, kThreads, 0, device.stream(), data<T>(x), n, out);
     launch(cast_by_amax<F, T, fast.value>, blocks, kThreads, 0, device.stream(), data<T>(x), data<uint8_t>(q),
            n, data<float>(amax), data<float>(scale_inv), power_2);
   });
@@ -323,12 +323,12 @@ Pair quantize_block(const Tensor& x_in, ScalarType dtype, int64_t block_rows, bo
 
 }  // namespace
 
-void cast_plain(const Tensor& x_in, const Tensor& scale, const Tensor& q, const Seen& out,
+void cast_plain(const Tensor& x_in, const Tensor& scale, const Tensor& q, const Seen& told,
                 const OnDevice& device) {
   const Tensor x = dense(x_in);
   const int64_t n = x.numel(), rows = x.dim() == 2 ? x.size(0) : 1, cols = rows == 0 ? 0 : n / rows;
   const int blocks = blocks_for(n, device);
-  prepare(out, blocks, device);
+  const Seen out = prepared(told, blocks, device, x);
   with_types(q.scalar_type(), x, n, [&](auto fmt, auto elem, auto fast) {
     using F = typename decltype(fmt)::type;
     using T = typename decltype(elem)::type;

@@ -106,6 +106,10 @@ class Emulator:
         """Whether the last thread of a block runs first."""
         self._library.emulator_run_backwards(ctypes.c_bool(backwards))
 
+    def capture(self, capturing: bool) -> None:
+        """Whether launches are captured as a graph from now on."""
+        self._library.emulator_capture(ctypes.c_bool(capturing))
+
     def leave_out(self, site: str) -> None:
         """No kernel obeys the barrier or wait at "file.cu:line" from now on; "": all are obeyed."""
         self._library.emulator_leave_out(site.encode())

@@ -30,6 +30,8 @@ EXPORTED void emulator_be(int capability, int multiprocessors, int shared_bytes)
 
 EXPORTED void emulator_run_backwards(bool backwards) { settings.backwards = backwards; }
 
+EXPORTED void emulator_capture(bool capturing) { settings.capturing = capturing; }
+
 EXPORTED void emulator_leave_out(const char* site) { settings.left_out = site; }
 
 // Static shared memory of some kernel, `offset` from the start of the library.

@@ -53,6 +53,8 @@ class OnDevice {
  public:
   explicit OnDevice(const Tensor&) {}
   Stream stream() const { return nullptr; }
+  int index() const { return 0; }
+  bool is_capturing() const { return emulator::settings.capturing; }
   int multiprocessors() const { return emulator::settings.chip.multiprocessors; }
   int capability() const { return emulator::settings.chip.capability; }
 };
@@ -116,6 +118,17 @@ inline int atomicMax(int* at, int value) {
   return before;
 }
 
+inline unsigned atomicInc(unsigned* at, unsigned most) {
+  std::atomic_ref<unsigned> memory(*at);
+  const unsigned before = memory.load(std::memory_order_relaxed);
+  memory.store(before >= most ? 0 : before + 1, std::memory_order_relaxed);
+  return before;
+}
+inline int atomicExch(int* at, int value) {
+  return std::atomic_ref<int>(*at).exchange(value, std::memory_order_relaxed);
+}
+inline void __threadfence() {}  // blocks run one after the other
+
 inline unsigned long long atomicAdd(unsigned long long* at, unsigned long long value) {
   return std::atomic_ref<unsigned long long>(*at).fetch_add(value, std::memory_order_relaxed);
 }
@@ -123,6 +136,7 @@ inline unsigned long long atomicAdd(unsigned long long* at, unsigned long long v
 inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
 inline uint32_t __float_as_uint(float value) { return std::bit_cast<uint32_t>(value); }
 inline int __float_as_int(float value) { return std::bit_cast<int>(value); }
+inline float __int_as_float(int bits) { return std::bit_cast<float>(bits); }
 // A product that the compiler must not make one operation of with a sum. FP8SERVE_CARELESS: as if a kernel
 // did not ask for that.
 inline float __fmul_rn(float a, float b) {

@@ -30,6 +30,7 @@ struct Launch {
 struct Settings {
   Chip chip;
   bool backwards = false;        // the last thread runs first
+  bool capturing = false;        // a graph is captured
   std::string left_out;          // "file.cu:line" of a barrier or wait
   std::set<std::string> met;     // those that a kernel came to
   std::vector<Memory> declared;  // static shared memory, of all kernels
