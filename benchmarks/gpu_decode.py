@@ -4,6 +4,8 @@ The sizes are those of TinyLlama 1.1B; weights in E4M3 with one scale a tensor, 
 and head in BF16 as they are served. No checkpoint and no tokenizer: a machine that is lent for minutes has neither.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -46,6 +48,21 @@ def frozen(decoder: Decoder) -> Decoder:
         parent, _, last = name.rpartition(".")
         setattr(decoder.model.get_submodule(parent), last, layer)
     return decoder
+
+
+@contextmanager
+def apart(device: str) -> Iterator[None]:
+    """No launch begins before the one before has ended, where that can be."""
+    here = torch.empty(1, device=device)
+    if device != "cuda":
+        yield
+        return
+    off = str(torch.ops.fp8serve.gemm_kernels(here, ""))
+    torch.ops.fp8serve.gemm_kernels(here, f"{off}+overlap" if off else "overlap")
+    try:
+        yield
+    finally:
+        torch.ops.fp8serve.gemm_kernels(here, off or "none")
 
 
 class DecodeStep:

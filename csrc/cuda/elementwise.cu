@@ -26,6 +26,7 @@ template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kRowThreads)
     norm_row(const T* x, int64_t stride, const T* weight, uint8_t* q, int64_t n, float eps,
              const float* scale_in, const __grid_constant__ Seen out) {
+  after_earlier_kernels();
   __shared__ float memory[2][32];
   const T* from = x + blockIdx.x * stride;
   const float factor = row_factor<kAligned>(from, n, eps, memory[0]), scale = *scale_in;
@@ -51,6 +52,7 @@ template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kRowThreads)
     layer_norm_row(const T* x, int64_t stride, const T* weight, const T* bias, uint8_t* q, int64_t n,
                    float eps, const float* scale_in, const __grid_constant__ Seen out) {
+  after_earlier_kernels();
   __shared__ float memory[3][32];
   const T* from = x + blockIdx.x * stride;
   float sum = 0.0f, squares = 0.0f, seen = 0.0f;
@@ -92,6 +94,7 @@ template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     silu_mul(const T* gate, int64_t gate_stride, const T* up, int64_t up_stride, uint8_t* q, int64_t rows,
              int64_t n, const float* scale_in, const __grid_constant__ Seen out) {
+  after_earlier_kernels();
   __shared__ float memory[32];
   const float scale = *scale_in;
   const auto value = [&](int64_t row, int64_t at) {
@@ -191,6 +194,7 @@ __device__ __forceinline__ void write_cache(void* cache, int64_t at, float value
 // A block per token and head: first the heads of q, then those of k, then those of v.
 template <class T, class U, bool kFp8>
 __global__ void __launch_bounds__(128) rotate_and_write(const __grid_constant__ Rotary r) {
+  after_earlier_kernels();
   const int64_t token = blockIdx.x;
   const T* cos = static_cast<const T*>(r.cos) + token * r.dim;
   const T* sin = static_cast<const T*>(r.sin) + token * r.dim;
@@ -276,10 +280,10 @@ Pair layer_norm_quantize(const Tensor& x, const Tensor& weight_in, const std::op
   const Seen out = prepared({data<float>(amax), true}, rows.count, device, x);
   with_types(dtype, x.scalar_type(), fast, [&](auto fmt, auto elem, auto whole) {
     using T = typename decltype(elem)::type;
-    launch(layer_norm_row<typename decltype(fmt)::type, T, whole.value>, static_cast<unsigned>(rows.count),
-           row_threads(rows.width), 0, device.stream(), data<T>(rows.held), rows.stride, data<T>(weight),
-           bias_in ? data<T>(bias) : nullptr, data<uint8_t>(q), rows.width, static_cast<float>(eps),
-           data<float>(scale), out);
+    launch_early(layer_norm_row<typename decltype(fmt)::type, T, whole.value>,
+                 static_cast<unsigned>(rows.count), row_threads(rows.width), 0, device.stream(),
+                 data<T>(rows.held), rows.stride, data<T>(weight), bias_in ? data<T>(bias) : nullptr,
+                 data<uint8_t>(q), rows.width, static_cast<float>(eps), data<float>(scale), out);
   });
   return {q, amax};
 }
@@ -336,11 +340,11 @@ void launch_rotary(const Rotary& r, int64_t tokens, ScalarType element, ScalarTy
     using T = typename decltype(elem)::type;
     if (is_fp8(cache)) {
       with_format(cache, [&](auto fmt) {
-        launch(rotate_and_write<T, typename decltype(fmt)::type, true>, grid, 128, 0, stream, r);
+        launch_early(rotate_and_write<T, typename decltype(fmt)::type, true>, grid, 128, 0, stream, r);
       });
     } else {
       with_element(cache, [&](auto to) {
-        launch(rotate_and_write<T, typename decltype(to)::type, false>, grid, 128, 0, stream, r);
+        launch_early(rotate_and_write<T, typename decltype(to)::type, false>, grid, 128, 0, stream, r);
       });
     }
   });
@@ -401,9 +405,10 @@ void cast_norm(const Tensor& x, const Tensor& weight_in, double eps, const Tenso
   const Seen out = prepared(told, rows.count, device, x);
   with_types(q.scalar_type(), x.scalar_type(), fast, [&](auto fmt, auto elem, auto whole) {
     using T = typename decltype(elem)::type;
-    launch(norm_row<typename decltype(fmt)::type, T, whole.value>, static_cast<unsigned>(rows.count),
-           row_threads(rows.width), 0, device.stream(), data<T>(rows.held), rows.stride, data<T>(weight),
-           data<uint8_t>(q), rows.width, static_cast<float>(eps), data<float>(scale), out);
+    launch_early(norm_row<typename decltype(fmt)::type, T, whole.value>, static_cast<unsigned>(rows.count),
+                 row_threads(rows.width), 0, device.stream(), data<T>(rows.held), rows.stride,
+                 data<T>(weight), data<uint8_t>(q), rows.width, static_cast<float>(eps), data<float>(scale),
+                 out);
   });
 }
 
@@ -415,9 +420,9 @@ void cast_gated(const Tensor& gate, const Tensor& up, const Tensor& scale, const
   const bool fast = fast_rows(g) && fast_rows(u);
   with_types(q.scalar_type(), gate.scalar_type(), fast, [&](auto fmt, auto elem, auto whole) {
     using T = typename decltype(elem)::type;
-    launch(silu_mul<typename decltype(fmt)::type, T, whole.value>, blocks, kThreads, 0, device.stream(),
-           data<T>(g.held), g.stride, data<T>(u.held), u.stride, data<uint8_t>(q), g.count, g.width,
-           data<float>(scale), out);
+    launch_early(silu_mul<typename decltype(fmt)::type, T, whole.value>, blocks, kThreads, 0, device.stream(),
+                 data<T>(g.held), g.stride, data<T>(u.held), u.stride, data<uint8_t>(q), g.count, g.width,
+                 data<float>(scale), out);
   });
 }
 

@@ -285,6 +285,7 @@ Tensor mm(const Tensor& a_in, const Tensor& b_in, const std::optional<Tensor>& b
 
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(256) add_to(T* out, const T* residual, int64_t n) {
+  after_earlier_kernels();
   const int64_t at = (static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x) * kChunk;
   if (at >= n) return;
   const Chunk a = load_chunk<kAligned>(static_cast<const T*>(out), at, n),
@@ -300,8 +301,8 @@ void add(const Tensor& out, const Tensor& residual, const OnDevice& device) {
   const bool fast = n % kChunk == 0 && aligned(out.data_ptr(), 16) && aligned(residual.data_ptr(), 16);
   with_element(out.scalar_type(), [&](auto element) {
     using T = typename decltype(element)::type;
-    launch(fast ? add_to<T, true> : add_to<T, false>, static_cast<unsigned>(ceil_over(n, 256 * kChunk)), 256,
-           0, device.stream(), data<T>(out), data<T>(residual), n);
+    launch_early(fast ? add_to<T, true> : add_to<T, false>, static_cast<unsigned>(ceil_over(n, 256 * kChunk)),
+                 256, 0, device.stream(), data<T>(out), data<T>(residual), n);
   });
 }
 

@@ -246,6 +246,7 @@ template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     cast_row(const T* x, uint8_t* q, int64_t cols, const float* scales, float* amax, const Room room,
              const __grid_constant__ Grouped g) {
+  after_earlier_kernels();
   __shared__ float memory[32];
   __shared__ bool last;
   const int expert = g.expert_of_row(static_cast<int>(blockIdx.x));
@@ -307,9 +308,9 @@ std::tuple<Tensor, Tensor> grouped_quantize(const Tensor& x_in, const Tensor& sc
     with_element(x.scalar_type(), [&](auto elem) {
       using F = typename decltype(fmt)::type;
       using T = typename decltype(elem)::type;
-      launch(fast ? cast_row<F, T, true> : cast_row<F, T, false>, static_cast<unsigned>(t.value()), kThreads,
-             0, device.stream(), data<T>(x), data<uint8_t>(q), cols, data<float>(scale), data<float>(amax),
-             room, g);
+      launch_early(fast ? cast_row<F, T, true> : cast_row<F, T, false>, static_cast<unsigned>(t.value()),
+                   kThreads, 0, device.stream(), data<T>(x), data<uint8_t>(q), cols, data<float>(scale),
+                   data<float>(amax), room, g);
     });
   });
   return {q, amax};

@@ -52,6 +52,7 @@ template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     cast_amax(const T* x, uint8_t* q, int64_t rows, int64_t cols, const float* scale_in,
               const __grid_constant__ Seen out) {
+  after_earlier_kernels();
   __shared__ float memory[32];
   const float scale = *scale_in;
   const int64_t n = rows * cols, tiles = (n + kTile - 1) / kTile;
@@ -74,6 +75,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     find_amax(const T* x, int64_t n, const __grid_constant__ Seen out) {
+  after_earlier_kernels();
   __shared__ float memory[32];
   float seen = 0.0f;
   const int64_t tiles = (n + kTile - 1) / kTile;
@@ -87,6 +89,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     cast_by_amax(const T* x, uint8_t* q, int64_t n, const float* amax, float* scale_inv, bool power_2) {
+  after_earlier_kernels();
   const float scale = scale_for(*amax, F::max(), power_2);
   if (blockIdx.x == 0 && threadIdx.x == 0) *scale_inv = 1.0f / scale;
   const int64_t tiles = (n + kTile - 1) / kTile;
@@ -104,6 +107,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class F, class T, bool kAligned, int kChunks>
 __global__ void __launch_bounds__(1024)
     quantize_row(const T* x, uint8_t* q, int64_t cols, float* scale_inv, bool power_2) {
+  after_earlier_kernels();
   __shared__ float memory[32];
   const T* from = x + blockIdx.x * cols;
   uint8_t* to = q + blockIdx.x * cols;
@@ -129,6 +133,7 @@ __global__ void __launch_bounds__(1024)
 template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(1024)
     quantize_long_row(const T* x, uint8_t* q, int64_t cols, float* scale_inv, bool power_2) {
+  after_earlier_kernels();
   __shared__ float memory[32];
   const T* from = x + blockIdx.x * cols;
   uint8_t* to = q + blockIdx.x * cols;
@@ -150,6 +155,7 @@ __global__ void __launch_bounds__(1024)
 template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     quantize_segments(const T* x, uint8_t* q, int64_t rows, int64_t cols, float* scale_inv, bool power_2) {
+  after_earlier_kernels();
   constexpr int kLanes = kBlock / kChunk, kGroups = kThreads / kLanes;
   const int64_t per_row = (cols + kBlock - 1) / kBlock, segments = rows * per_row;
   const int lane = threadIdx.x % kLanes;
@@ -176,6 +182,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     quantize_square(const T* x, uint8_t* q, int64_t rows, int64_t cols, float* scale_inv, bool power_2) {
+  after_earlier_kernels();
   __shared__ float memory[32];
   constexpr int kLanes = kBlock / kChunk, kRows = kThreads / kLanes, kPasses = kBlock / kRows;
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x % kLanes * kChunk;
@@ -251,9 +258,9 @@ Pair quantize_current(const Tensor& x_in, ScalarType dtype, bool power_2) {
   with_types(dtype, x, n, [&](auto fmt, auto elem, auto fast) {
     using F = typename decltype(fmt)::type;
     using T = typename decltype(elem)::type;
-    launch(find_amax<T, fast.value>, blocks, kThreads, 0, device.stream(), data<T>(x), n, out);
-    launch(cast_by_amax<F, T, fast.value>, blocks, kThreads, 0, device.stream(), data<T>(x), data<uint8_t>(q),
-           n, data<float>(amax), data<float>(scale_inv), power_2);
+    launch_early(find_amax<T, fast.value>, blocks, kThreads, 0, device.stream(), data<T>(x), n, out);
+    launch_early(cast_by_amax<F, T, fast.value>, blocks, kThreads, 0, device.stream(), data<T>(x),
+                 data<uint8_t>(q), n, data<float>(amax), data<float>(scale_inv), power_2);
   });
   return {q, scale_inv};
 }
@@ -268,8 +275,8 @@ void quantize_rows(const Tensor& x, const Tensor& q, const Tensor& scale_inv, bo
   const int64_t cols = x.size(1), chunks = ceil_over(cols, kChunk);
   const auto rows = static_cast<unsigned>(x.size(0));
   const auto run = [&](auto kernel, int each) {
-    launch(kernel, rows, row_threads(chunks, each), 0, stream, data<T>(x), data<uint8_t>(q), cols,
-           data<float>(scale_inv), power_2);
+    launch_early(kernel, rows, row_threads(chunks, each), 0, stream, data<T>(x), data<uint8_t>(q), cols,
+                 data<float>(scale_inv), power_2);
   };
   if (chunks <= 128) return run(quantize_row<F, T, kAligned, 1>, 1);
   if (chunks <= 512) return run(quantize_row<F, T, kAligned, 2>, 2);
@@ -306,8 +313,8 @@ Pair quantize_block(const Tensor& x_in, ScalarType dtype, int64_t block_rows, bo
     using F = typename decltype(fmt)::type;
     using T = typename decltype(elem)::type;
     const auto run = [&](auto kernel, dim3 grid) {
-      launch(kernel, grid, kThreads, 0, device.stream(), data<T>(x), data<uint8_t>(q), rows, cols,
-             data<float>(scale_inv), power_2);
+      launch_early(kernel, grid, kThreads, 0, device.stream(), data<T>(x), data<uint8_t>(q), rows, cols,
+                   data<float>(scale_inv), power_2);
     };
     constexpr int kPerBlock = kThreads / (kBlock / kChunk) * kUnroll;
     if (block_rows == 1) {
@@ -332,8 +339,8 @@ void cast_plain(const Tensor& x_in, const Tensor& scale, const Tensor& q, const 
   with_types(q.scalar_type(), x, n, [&](auto fmt, auto elem, auto fast) {
     using F = typename decltype(fmt)::type;
     using T = typename decltype(elem)::type;
-    launch(cast_amax<F, T, fast.value>, blocks, kThreads, 0, device.stream(), data<T>(x), data<uint8_t>(q),
-           rows, cols, data<float>(scale), out);
+    launch_early(cast_amax<F, T, fast.value>, blocks, kThreads, 0, device.stream(), data<T>(x),
+                 data<uint8_t>(q), rows, cols, data<float>(scale), out);
   });
 }
 

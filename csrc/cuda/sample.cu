@@ -359,6 +359,7 @@ class Row {
 
 template <bool kAligned>
 __global__ void __launch_bounds__(kThreads) draw(const __grid_constant__ Draws draws) {
+  after_earlier_kernels();
   __shared__ Shared shared;
   const int64_t top_k = draws.top_k[blockIdx.x];
   const double top_p = draws.top_p[blockIdx.x];
@@ -399,8 +400,8 @@ Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top
                     .vocab = static_cast<uint32_t>(vocab),
                     .stride = stride};
   const bool fast = vocab % kChunk == 0 && aligned(draws.logits, 16);
-  launch(fast ? draw<true> : draw<false>, static_cast<unsigned>(rows), threads, threads * kColumn,
-         device.stream(), draws);
+  launch_early(fast ? draw<true> : draw<false>, static_cast<unsigned>(rows), threads, threads * kColumn,
+               device.stream(), draws);
   return out;
 }
 

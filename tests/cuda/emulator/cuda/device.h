@@ -17,6 +17,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "cuda/gemm_switches.h"
 #include "fp8.h"
 #include "threads.h"
 
@@ -68,14 +69,17 @@ class OnDevice {
 #define gridDim (::fp8serve::emulator::machine.grid_size)
 
 template <class... P, class... A>
-void launch(void (*kernel)(P...), dim3 grid, int threads, int shared_bytes, Stream, const A&... args) {
+void run_kernel(bool early, void (*kernel)(P...), dim3 grid, int threads, int shared_bytes,
+                const A&... args) {
   using namespace emulator;
   if (threads > 1024 || shared_bytes > settings.chip.shared_bytes)
     throw std::runtime_error("emulator: this chip could not launch this");
   if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 || grid.z > 65535) {
     throw std::runtime_error("emulator: this is no grid");
   }
-  settings.launches.push_back({reinterpret_cast<const void*>(kernel), shared_bytes});
+  settings.launches.push_back({reinterpret_cast<const void*>(kernel), shared_bytes, early});
+  machine.early = early;
+  if (early) run_earlier_kernel();
   machine.count = threads;
   machine.block_size = dim3(static_cast<unsigned>(threads));
   machine.grid_size = grid;
@@ -90,8 +94,19 @@ void launch(void (*kernel)(P...), dim3 grid, int threads, int shared_bytes, Stre
   }
 }
 
+template <class... P, class... A>
+void launch(void (*kernel)(P...), dim3 grid, int threads, int shared_bytes, Stream, const A&... args) {
+  run_kernel(false, kernel, grid, threads, shared_bytes, args...);
+}
+
+template <class... P, class... A>
+void launch_early(void (*kernel)(P...), dim3 grid, int threads, int shared_bytes, Stream, const A&... args) {
+  const bool early = emulator::settings.chip.capability >= 90 && gemm_switches.on(GemmKernel::overlap);
+  run_kernel(early, kernel, grid, threads, shared_bytes, args...);
+}
+
 inline void set_zero(void* memory, size_t bytes, Stream) {
-  emulator::settings.launches.push_back({nullptr, 0});
+  emulator::settings.launches.push_back({nullptr, 0, false});
   std::memset(memory, 0, bytes);
 }
 
@@ -106,6 +121,10 @@ inline void __syncthreads(const Site& site = Site::current()) {
 inline void __syncwarp(const Site& site = Site::current()) {
   if (emulator::obeyed(site)) emulator::wait_for_warp();
 }
+inline void after_earlier_kernels(const Site& site = Site::current()) {
+  emulator::wait_for_earlier_kernels(emulator::obeyed(site));
+}
+inline void expect(const void*) {}
 template <class T>
 T __shfl_xor_sync(uint32_t, T value, int mask) {
   const int self = emulator::machine.running % 32;

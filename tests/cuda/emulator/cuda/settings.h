@@ -25,6 +25,7 @@ struct Memory {
 struct Launch {
   const void* kernel;  // null: memory was set to zero
   int shared_bytes;    // dynamic
+  bool early;          // it may begin before the kernels before it have ended
 };
 
 struct Settings {
@@ -34,6 +35,7 @@ struct Settings {
   std::string left_out;          // "file.cu:line" of a barrier or wait
   std::set<std::string> met;     // those that a kernel came to
   std::vector<Memory> declared;  // static shared memory, of all kernels
+  std::vector<Memory> earlier;   // what is written by a kernel before each that is launched early
   std::vector<Launch> launches;  // since a test has asked for them
 };
 
