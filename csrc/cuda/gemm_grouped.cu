@@ -32,10 +32,10 @@ constexpr int kThreads = 256;
 // from [rows, total] -> to [rows, stride]; a thread moves 16 columns, of one expert.
 __global__ void __launch_bounds__(kThreads)
     pad_columns(const uint8_t* from, uint8_t* to, int rows, const __grid_constant__ Grouped g) {
-  const int pieces = g.stride / 16;
-  const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (at >= static_cast<int64_t>(rows) * pieces) return;
-  const int row = static_cast<int>(at / pieces), piece = static_cast<int>(at % pieces);
+  const auto pieces = static_cast<uint32_t>(g.stride / 16);
+  const Steps at(blockIdx.x * kThreads + threadIdx.x, 0, pieces);
+  if (at.row() >= rows) return;
+  const int row = static_cast<int>(at.row()), piece = static_cast<int>(at.column());
   const int expert = g.expert_of_piece(piece, 16);
   const int first = g.begin(expert) + (piece - g.first_piece(expert, 16)) * 16, end = g.end(expert);
   const uint8_t* source = from + static_cast<int64_t>(row) * g.total;
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = 0; i < 16; ++i) {
     if (first + i < end) word[i / 4] |= static_cast<uint32_t>(source[first + i]) << (8 * (i % 4));
   }
-  reinterpret_cast<uint4*>(to)[at] = {word[0], word[1], word[2], word[3]};
+  reinterpret_cast<uint4*>(to)[at.row() * pieces + piece] = {word[0], word[1], word[2], word[3]};
 }
 
 Tensor padded_columns(const Tensor& matrix, const Grouped& g, const OnDevice& device) {

@@ -157,24 +157,26 @@ __global__ void __launch_bounds__(kThreads)
     quantize_segments(const T* x, uint8_t* q, int64_t rows, int64_t cols, float* scale_inv, bool power_2) {
   after_earlier_kernels();
   constexpr int kLanes = kBlock / kChunk, kGroups = kThreads / kLanes;
-  const int64_t per_row = (cols + kBlock - 1) / kBlock, segments = rows * per_row;
+  const auto per_row = static_cast<uint32_t>((cols + kBlock - 1) / kBlock);
   const int lane = threadIdx.x % kLanes;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kGroups * kUnroll + threadIdx.x / kLanes;
+  const Steps first(blockIdx.x * kGroups * kUnroll + threadIdx.x / kLanes, kGroups, per_row);
+  const auto element = [&](const Steps& of) {
+    return static_cast<int64_t>(of.column()) * kBlock + lane * kChunk;
+  };
   Chunk chunk[kUnroll];
+  Steps segment = first;
 #pragma unroll
-  for (int i = 0; i < kUnroll; ++i) {
-    const int64_t segment = first + i * kGroups;
-    const int64_t row = segment / per_row, at = segment % per_row * kBlock + lane * kChunk;
-    chunk[i] = load_chunk<kAligned>(x + row * cols, segment < segments ? at : cols, cols);
+  for (int i = 0; i < kUnroll; ++i, segment.next()) {
+    chunk[i] =
+        load_chunk<kAligned>(x + segment.row() * cols, segment.row() < rows ? element(segment) : cols, cols);
   }
+  segment = first;
 #pragma unroll
-  for (int i = 0; i < kUnroll; ++i) {
-    const int64_t segment = first + i * kGroups;
-    const int64_t row = segment / per_row, at = segment % per_row * kBlock + lane * kChunk;
+  for (int i = 0; i < kUnroll; ++i, segment.next()) {
     const float scale = scale_for(lanes_max<kLanes>(amax_of(chunk[i], 0.0f)), F::max(), power_2);
-    if (segment >= segments) continue;
-    if (lane == 0) scale_inv[segment] = 1.0f / scale;
-    store_chunk<kAligned>(encode_chunk<F>(chunk[i], scale), q + row * cols, at, cols);
+    if (segment.row() >= rows) continue;
+    if (lane == 0) scale_inv[segment.row() * per_row + segment.column()] = 1.0f / scale;
+    store_chunk<kAligned>(encode_chunk<F>(chunk[i], scale), q + segment.row() * cols, element(segment), cols);
   }
 }
 
