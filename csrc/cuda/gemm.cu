@@ -56,7 +56,7 @@ namespace {
 }
 
 bool is_on(Tile tile) { return gemm_switches.on(static_cast<GemmKernel>(1 + static_cast<int>(tile))); }
-static_assert(kGemmKernels[1 + static_cast<int>(Tile::small)] == "small");
+static_assert(kGemmKernels[1 + static_cast<int>(Tile::thin32)] == "thin32");
 
 TileChoice looked_up(const Gemm& g, const OnDevice& device) {
   return tile_for(family_of(device.capability()), g.a_scale.inside() || g.b_scale.inside(), g.m, g.n, g.k);
@@ -65,7 +65,7 @@ TileChoice looked_up(const Gemm& g, const OnDevice& device) {
 // The tile of the table, or another that was compiled for these types.
 bool gemm_cutlass(const Gemm& g, const OnDevice& device, const Tensor& allocator) {
   const TileChoice best = looked_up(g, device);
-  for (const Tile tile : {best.tile, Tile::medium, Tile::large, Tile::small}) {
+  for (const Tile tile : {best.tile, Tile::medium, Tile::large, Tile::small}) {  // these take every size
     if (tile == Tile::cublaslt || !is_on(tile)) continue;
     if (gemm_cutlass(g, {tile, best.swizzle}, device, allocator)) return true;
   }
@@ -104,7 +104,7 @@ bool run_by(const std::string& kernel, int swizzle, const Gemm& g, const OnDevic
   if (kernel == "mma") return gemm_mma(g, device), true;
   if (kernel == "skinny") return decoding(g) && (gemm_skinny(g, device), true);
   if (kernel == "cublaslt") return cublaslt_for(p).has_value() && (gemm_cublaslt(p), true);
-  constexpr std::array<const char*, 3> kTiles = {"large", "medium", "small"};  // in the order of Tile
+  constexpr std::array kTiles = {"large", "medium", "small", "thin128", "thin64", "thin32"};  // as in Tile
   for (size_t i = 0; i < kTiles.size(); ++i) {
     if (kernel == kTiles[i]) return gemm_cutlass(g, {static_cast<Tile>(i), swizzle}, device, p.out);
   }
@@ -196,7 +196,7 @@ Tensor scaled_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const 
 }
 
 // scaled_mm by the kernel of a name, on or off: "skinny", "mma", "cublaslt", or CUTLASS's "large", "medium",
-// "small".
+// "small", "thin128", "thin64", "thin32".
 Tensor scaled_mm_by(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
                     const std::optional<Tensor>& bias, ScalarType out_dtype, std::string kernel,
                     int64_t swizzle) {

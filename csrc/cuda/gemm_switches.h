@@ -19,14 +19,18 @@ enum class GemmKernel : uint8_t {
   large,
   medium,
   small,
+  thin128,
+  thin64,
+  thin32,
   mma,
   cublaslt,
   cublaslt_rows,
   grouped_cutlass,
   overlap
 };
-inline constexpr std::array<std::string_view, 9> kGemmKernels = {
-    "skinny", "large", "medium", "small", "mma", "cublaslt", "cublaslt_rows", "grouped_cutlass", "overlap"};
+inline constexpr std::array<std::string_view, 12> kGemmKernels = {
+    "skinny", "large", "medium",   "small",         "thin128",         "thin64",
+    "thin32", "mma",   "cublaslt", "cublaslt_rows", "grouped_cutlass", "overlap"};
 
 class GemmSwitches {
  public:

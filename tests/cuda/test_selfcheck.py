@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from fp8serve.fp8.ops import OPS, cases, compiled_for
-from fp8serve.fp8.selfcheck.candidates import GEMMS, MOST, on_gpu
+from fp8serve.fp8.selfcheck.candidates import GEMMS, MOST, TILES, on_gpu
 from fp8serve.fp8.selfcheck.child import tried
 from fp8serve.fp8.selfcheck.switching import OVERLAP, switch_products_off
 from tests.cuda import emulated
 from tests.cuda.conftest import Kernels
 from tests.cuda.test_gemm import assert_within_accumulation
 
-CUTLASS = {"scaled_mm.large", "scaled_mm.medium", "scaled_mm.small"}
+CUTLASS = {f"scaled_mm.{tile}" for tile in TILES}
 NAMES = [f"scaled_mm.{name}" for name in GEMMS] + sorted(compiled_for("cuda") & set(OPS))
 NAMES += ["grouped_mm.cutlass", "grouped_wgrad.cutlass", *OVERLAP]
 

@@ -22,7 +22,8 @@ from fp8serve.fp8.ops.registry import OPS, Case, cases, compiled_for
 
 MOST = 30  # cases of a kernel
 CAPS = ("best", "avx512+avx512vbmi", "avx512", "avx2", "portable")  # of a CPU's features, best first
-GEMMS = ("skinny", "mma", "large", "medium", "small", "cublaslt", "cublaslt_rows")
+TILES = ("large", "medium", "small", "thin128", "thin64", "thin32")
+GEMMS = ("skinny", "mma", *TILES, "cublaslt", "cublaslt_rows")
 NOT_FOR_IT = "which does not multiply this here"  # how a named kernel refuses a problem
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
