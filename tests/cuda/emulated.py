@@ -123,19 +123,23 @@ class Emulator:
         """What was launched since the last call, in order: the kernel, and the bytes of shared memory that its block
         has, declared and dynamic. Memory that is set to zero is a launch, too, "memset"."""
         found = []
-        for kernel, dynamic, _ in self._launched():
+        for kernel, dynamic, _, _ in self._launched():
             declared = sum(size for name, (_, size) in self._declared.items() if name.rpartition("::")[0] == kernel)
             found.append((kernel, declared + dynamic))
         return found
 
     def starts(self) -> list[tuple[str, bool]]:
         """As `launches`, each with whether it may begin before the launches before it have ended."""
-        return [(kernel, early) for kernel, _, early in self._launched()]
+        return [(kernel, early) for kernel, _, early, _ in self._launched()]
 
-    def _launched(self) -> Iterator[tuple[str, int, bool]]:
+    def blocks(self) -> list[int]:
+        """As `launches`, the number of blocks of each."""
+        return [blocks for *_, blocks in self._launched()]
+
+    def _launched(self) -> Iterator[tuple[str, int, bool, int]]:
         for line in self._library.emulator_launches().decode().splitlines():
-            at, dynamic, early = line.split()
-            yield self._kernels[int(at, 16)] if int(at, 16) else "memset", int(dynamic), early == "1"
+            at, dynamic, early, blocks = line.split()
+            yield self._kernels[int(at, 16)] if int(at, 16) else "memset", int(dynamic), early == "1", int(blocks)
 
     def launch_impatient(self) -> str:
         """What is said of a kernel that is launched early and never waits for those before it."""

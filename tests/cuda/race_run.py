@@ -25,6 +25,7 @@ from tests.cuda import emulated
 from tests.cuda.conftest import Kernels
 from tests.cuda.test_attention import Paged
 from tests.cuda.test_gemm import assert_within_accumulation, operands
+from tests.cuda.test_sample import NEUTRAL, assert_drawn
 
 THREAD_SANITIZER = emulated.Build("emulator-races", ["-O1", "-g1", "-fsanitize=thread"])
 # Of the ops whose cases are small: one case with each of these words in its name, or the first. A barrier is left out
@@ -67,11 +68,12 @@ def runs() -> Iterator[Run]:
         "quantize_rowwise, long rows",
         lambda kernels: kernels.run("quantize_rowwise", LONG, torch.float8_e4m3fn, False),
     )
-    yield "scaled_mm_add by mma", lambda kernels: kernels.run("scaled_mm_add", *operands(70, 72, 64), None, RESIDUAL)
-    yield "sample", lambda kernels: kernels.run("sample", *arguments(5000, 3, 5000, True))
+    for vocab in (5000, 8200):  # in one block, and in parts
+        yield f"sample of {vocab}", lambda kernels, vocab=vocab: draw(kernels, vocab)
     for rows, k in ((5, 1200), (70, 656)):  # the skinny kernel, by two teams, and the tiles of mma
         for by in ("tensor", "1x128"):
             yield f"scaled_mm {rows} rows, {by}", partial(multiply, rows=rows, k=k, by=by)
+    yield "scaled_mm_add by mma", lambda kernels: kernels.run("scaled_mm_add", *operands(70, 72, 64), None, RESIDUAL)
     yield "grouped_mm of a few rows", multiply_experts
     yield "paged_attention FP32", lambda kernels: attend(kernels, torch.float32, 20, keys=600)
     for dtype in (torch.bfloat16, torch.float8_e4m3fn):
@@ -99,6 +101,15 @@ def multiply(kernels: Kernels, rows: int, k: int, by: str) -> None:
     a, b, a_scale, b_scale = operands(rows, 72, k, by, by)
     found = kernels.run("scaled_mm", a, b, a_scale, b_scale, None, torch.float32)
     assert_within_accumulation(found, a, b, a_scale, b_scale)
+
+
+def draw(kernels: Kernels, vocab: int) -> None:
+    """With filters, which bring a row to every barrier of a search, and without."""
+    args = arguments(vocab, 3, vocab, True)
+    assert_drawn(kernels.run("sample", *args), args)
+    for place, neutral in NEUTRAL.items():
+        args[place].fill_(neutral)
+    assert_drawn(kernels.run("sample", *args), args)
 
 
 def multiply_experts(kernels: Kernels) -> None:

@@ -47,17 +47,18 @@ EXPORTED void emulator_declare(size_t offset, size_t bytes) {
 }
 
 // The kernels launched since the last call, one a line: where in the library its code is, in hexadecimal, or
-// 0 where memory was set to zero, the bytes of dynamic shared memory, and whether it was launched early.
+// 0 where memory was set to zero, the bytes of dynamic shared memory, whether it was launched early, and its
+// blocks.
 EXPORTED const char* emulator_launches() {
   static std::string lines;
   Dl_info library;
   dladdr(reinterpret_cast<const void*>(&emulator_launches), &library);
   std::ostringstream out;
-  for (const auto& [kernel, shared_bytes, early] : settings.launches) {
+  for (const auto& [kernel, shared_bytes, early, blocks] : settings.launches) {
     const auto at = reinterpret_cast<uintptr_t>(kernel),
                base = reinterpret_cast<uintptr_t>(library.dli_fbase);
     out << std::hex << (kernel == nullptr ? 0 : at - base) << ' ' << std::dec << shared_bytes << ' ' << early
-        << '\n';
+        << ' ' << blocks << '\n';
   }
   settings.launches.clear();
   return (lines = out.str()).c_str();

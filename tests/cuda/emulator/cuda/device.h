@@ -77,7 +77,8 @@ void run_kernel(bool early, void (*kernel)(P...), dim3 grid, int threads, int sh
   if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 || grid.z > 65535) {
     throw std::runtime_error("emulator: this is no grid");
   }
-  settings.launches.push_back({reinterpret_cast<const void*>(kernel), shared_bytes, early});
+  settings.launches.push_back(
+      {reinterpret_cast<const void*>(kernel), shared_bytes, early, grid.x * grid.y * grid.z});
   machine.early = early;
   if (early) run_earlier_kernel();
   machine.count = threads;
@@ -106,7 +107,7 @@ void launch_early(void (*kernel)(P...), dim3 grid, int threads, int shared_bytes
 }
 
 inline void set_zero(void* memory, size_t bytes, Stream) {
-  emulator::settings.launches.push_back({nullptr, 0, false});
+  emulator::settings.launches.push_back({nullptr, 0, false, 0});
   std::memset(memory, 0, bytes);
 }
 

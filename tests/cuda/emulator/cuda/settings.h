@@ -26,6 +26,7 @@ struct Launch {
   const void* kernel;  // null: memory was set to zero
   int shared_bytes;    // dynamic
   bool early;          // it may begin before the kernels before it have ended
+  unsigned blocks;
 };
 
 struct Settings {
