@@ -55,17 +55,20 @@ def instructions(library: Path, tool: Path, arch: str) -> Counter[str]:
 
 
 def long_divisions(binary: Path, tool: Path) -> set[str]:
-    """The functions, over all architectures, that divide integers of 64 bits with a sign, which sources do; the
-    compiler itself divides without, once a thread, to know how often a loop runs that it unrolls."""
-    path = {"PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}"}
-    found, function = set(), ""
-    command = [str(tool), "-sass", str(binary)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **path}) as process:
+    """The sources whose kernels, on some architecture, divide integers of 64 bits with a sign, which takes a function.
+    The compiler itself divides without, once a thread, to know how often a loop runs that it unrolls. Sources that were
+    compiled without line numbers (CUTLASS's) are "".
+    """
+    found, source = set(), ""
+    command = [str(tool), "-elf", str(binary)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         for line in process.stdout or ():
-            if named := re.search(r"Function : (\S+)", line):
-                function = named[1]
+            if line.startswith("Fatbin"):
+                source = ""
+            elif named := re.match(r"identifier = (\S+)", line):
+                source = Path(named[1]).name
             elif DIVISION.search(line):
-                found.add(function)
+                found.add(source)
     return found
 
 
