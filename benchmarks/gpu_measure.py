@@ -323,13 +323,17 @@ def attending(bench: Bench, dtype: torch.dtype) -> Iterator[Row]:
 
 def decode(bench: Bench) -> Iterator[Row]:
     """A decoder of 1.1 billion parameters with random FP8 weights, one sequence, 512 tokens of context."""
-    from benchmarks.gpu_decode import DecodeStep
+    from benchmarks import gpu_decode
 
-    step = DecodeStep(bench.device, bench.dry)
+    step = gpu_decode.DecodeStep(bench.device, bench.dry)
     copy, took = bench.copy_bandwidth(), bench.seconds(step, 1, 50, replayed=False)
     yield {"what": "decode 1.1B batch 1", "us": took * 1e6, "tokens/s": 1 / took, "weight bytes": step.bytes}
     what = f"decode 1.1B batch 1{step.how}, weight bytes over copy bandwidth"
     yield goal(what, 0.6, 0.5, step.bytes / took / copy)
+    del step
+    with gpu_decode.apart(bench.device):
+        apart = bench.seconds(gpu_decode.DecodeStep(bench.device, bench.dry), 1, 50, replayed=False)
+    yield {"what": "decode 1.1B batch 1, launches apart", "us": apart * 1e6, "of overlapping": apart / took}
 
 
 # --- all of it ------------------------------------------------------------------------------------------------------

@@ -4,8 +4,9 @@
     python benchmarks/gpu_tiles.py                      predicts the lines of chips that have not been measured
 
 A prediction counts waves of tiles over the multiprocessors; a wave takes the products of a tile divided by the rate of
-tiles of that size. A line is left out if its shape gets the same answer without it. The tiles themselves are in
-csrc/cuda/gemm_sm*.cu; this module does not use torch.
+tiles of that size. Thin tiles, of 128 rows of the weights and few of the activations, are cut along K, so that the
+multiprocessors share them evenly. A line is left out if its shape gets the same answer without it. The tiles themselves
+are in csrc/cuda/gemm_sm*.cu; this module does not use torch.
 """
 
 import re
@@ -36,10 +37,34 @@ class Chip(NamedTuple):
     tiles: dict[str, tuple[int, int, float]]  # rows, columns, share of the chip's rate (an estimate)
     inside: tuple[str, ...]  # tiles that were compiled for block scales
 
+    def costs(self, tile: str, m: int, n: int) -> float:
+        """What a multiprocessor multiplies for each of K; a float of tiles where they are cut along K."""
+        rows, columns, rate = self.tiles[tile]
+        if is_thin(tile):
+            return -(-n // rows) * -(-m // columns) / self.multiprocessors * rows * columns / rate
+        return self.waves(tile, m, n) * rows * columns / rate
+
+    def waves(self, tile: str, m: int, n: int) -> int:
+        rows, columns, _ = self.tiles[tile]
+        return -(-(-(-m // rows) * -(-n // columns)) // self.multiprocessors)
+
+
+def is_thin(tile: str) -> bool:
+    return tile.startswith("thin")
+
 
 CHIPS = {
     90: Chip(
-        132, {"large": (128, 192, 1.0), "medium": (128, 128, 0.92), "small": (64, 128, 0.75)}, ("medium", "small")
+        132,
+        {
+            "large": (128, 192, 1.0),
+            "medium": (128, 128, 0.92),
+            "small": (64, 128, 0.75),
+            "thin128": (128, 128, 0.85),
+            "thin64": (128, 64, 0.6),
+            "thin32": (128, 32, 0.35),
+        },
+        ("medium", "small"),
     ),
     100: Chip(148, {"large": (256, 128, 1.0), "small": (128, 128, 0.85)}, ("large", "small")),
     120: Chip(188, {"large": (128, 128, 1.0), "small": (64, 128, 0.85)}, ("large",)),
@@ -48,10 +73,11 @@ CHIPS = {
 SHAPES = [
     (m, n, k)
     for m, (n, k) in product(
-        (64, 256, 1024, 4096, 8192), ((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 8192))
+        (32, 64, 128, 256, 1024, 4096, 8192), ((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 8192))
     )
 ]
 SWIZZLES = (1, 2, 4, 8)
+THIN_ROWS = 128  # the most that a thin tile's kernel takes, of activations
 Measure = Callable[[bool, int, int, int, TileChoice], float]  # seconds; raises RuntimeError if the kernel refuses
 
 
@@ -83,11 +109,11 @@ def predicted(chip: Chip) -> Measure:
     def cost(inside: bool, m: int, n: int, k: int, choice: TileChoice) -> float:
         if choice == BLAS:
             raise RuntimeError("nobody knows cuBLASLt's tiles")
-        rows, columns, rate = chip.tiles[choice.tile]
-        tiles = -(-m // rows) * -(-n // columns)
-        waves = -(-tiles // chip.multiprocessors)
-        wanted = 4 if waves > 4 else 1  # many waves find operands of others in the cache
-        return waves * rows * columns * k / rate * (1.0 if choice.swizzle == wanted else 1.01)
+        if is_thin(choice.tile) and m > THIN_ROWS:
+            raise RuntimeError(f"thin tiles take at most {THIN_ROWS} rows")
+        many = not is_thin(choice.tile) and chip.waves(choice.tile, m, n) > 4
+        wanted = 4 if many else 1  # many waves find operands of others in the cache
+        return chip.costs(choice.tile, m, n) * k * (1.0 if choice.swizzle == wanted else 1.01)
 
     return cost
 

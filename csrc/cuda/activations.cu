@@ -27,6 +27,7 @@ constexpr int kColumns = 32, kGroups = 8;     // of the block that adds the chun
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     norm_row(const T* x, int64_t stride, const T* weight, T* y, int64_t n, float eps) {
+  after_earlier_kernels();
   __shared__ float memory[32];
   const T* from = x + blockIdx.x * stride;
   const float factor = row_factor<kAligned>(from, n, eps, memory);
@@ -125,6 +126,7 @@ struct Matrix {
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     silu_mul_rows(Matrix<T> gate, Matrix<T> up, T* y, int64_t rows, int64_t n) {
+  after_earlier_kernels();
   for_all_chunks(rows, n, [&](int64_t row, int64_t at) {
     const Chunk out = gated<T>(load_chunk<kAligned>(gate.at + row * gate.stride, at, n),
                                load_chunk<kAligned>(up.at + row * up.stride, at, n));
@@ -158,6 +160,7 @@ __global__ void __launch_bounds__(kThreads) silu_mul_gradients(Matrix<T> grad, M
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     rotate(const T* x, int64_t token_stride, const T* cos, const T* sin, T* out, int heads, int dim) {
+  after_earlier_kernels();
   const int64_t token = blockIdx.x;
   const T* from = x + token * token_stride;
   T* to = out + token * heads * dim;
@@ -200,9 +203,9 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight_in, double eps) {
   const Rows rows = rows_of(x);
   with_types(x.scalar_type(), fast_rows(rows) && aligned(weight.data_ptr(), 16), [&](auto elem, auto whole) {
     using T = typename decltype(elem)::type;
-    launch(norm_row<T, whole.value>, static_cast<unsigned>(rows.count), row_threads(rows.width), 0,
-           device.stream(), data<T>(rows.held), rows.stride, data<T>(weight), data<T>(y), rows.width,
-           static_cast<float>(eps));
+    launch_early(norm_row<T, whole.value>, static_cast<unsigned>(rows.count), row_threads(rows.width), 0,
+                 device.stream(), data<T>(rows.held), rows.stride, data<T>(weight), data<T>(y), rows.width,
+                 static_cast<float>(eps));
   });
   return y;
 }
@@ -247,8 +250,8 @@ Tensor silu_mul(const Tensor& gate, const Tensor& up) {
   const Rows g = rows_of(gate), u = rows_of(up);
   with_types(gate.scalar_type(), fast_rows(g) && fast_rows(u), [&](auto elem, auto whole) {
     using T = typename decltype(elem)::type;
-    launch(silu_mul_rows<T, whole.value>, blocks_for(g, device), kThreads, 0, device.stream(), matrix<T>(g),
-           matrix<T>(u), data<T>(y), g.count, g.width);
+    launch_early(silu_mul_rows<T, whole.value>, blocks_for(g, device), kThreads, 0, device.stream(),
+                 matrix<T>(g), matrix<T>(u), data<T>(y), g.count, g.width);
   });
   return y;
 }
@@ -286,9 +289,9 @@ Tensor rotary(const Tensor& x, const Tensor& cos_in, const Tensor& sin_in) {
   const HeadsOf from(x);
   with_element(x.scalar_type(), [&](auto elem) {
     using T = typename decltype(elem)::type;
-    launch(rotate<T>, static_cast<unsigned>(t.value()), kThreads, 0, device.stream(), data<T>(from.held),
-           from.heads.token_stride, data<T>(cos), data<T>(sin), data<T>(out), from.heads.count,
-           static_cast<int>(dim.value()));
+    launch_early(rotate<T>, static_cast<unsigned>(t.value()), kThreads, 0, device.stream(),
+                 data<T>(from.held), from.heads.token_stride, data<T>(cos), data<T>(sin), data<T>(out),
+                 from.heads.count, static_cast<int>(dim.value()));
   });
   return out;
 }

@@ -277,6 +277,7 @@ __device__ __forceinline__ void walk_all(const Work& w, const Rows& rows, Shared
 
 template <class C, int kWide>
 __global__ void __launch_bounds__(kThreads, 1) attend(const __grid_constant__ Work w) {
+  after_earlier_kernels();
   auto& shared = *reinterpret_cast<Shared<kWide>*>(dynamic_shared());
   const Rows rows = rows_of<kRows>(w);
   if (rows.count == 0) return;
@@ -297,6 +298,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const __grid_constant__ Wo
 
 // A block merges the segments of one token of one head, in order.
 __global__ void __launch_bounds__(kColumns) merge_segments(const __grid_constant__ Work w) {
+  after_earlier_kernels();
   const int token = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y);
   const int end = keys_of(w, token);
   const int64_t all = rows_in_all(w);
@@ -347,13 +349,13 @@ void run(const Call& call, const OnDevice& device, const Tensor& allocator) {
                   apart ? static_cast<unsigned>(w.segments) : 1);
   with_cache(call.cache, [&](auto element) {
     with_width(w.dim, [&](auto wide) {
-      launch(attend<typename decltype(element)::type, wide.value>, grid, kThreads,
-             static_cast<int>(sizeof(Shared<wide.value>)), device.stream(), w);
+      launch_early(attend<typename decltype(element)::type, wide.value>, grid, kThreads,
+                   static_cast<int>(sizeof(Shared<wide.value>)), device.stream(), w);
     });
   });
   if (!apart) return;
-  launch(merge_segments, dim3(static_cast<unsigned>(call.tokens), static_cast<unsigned>(w.heads)), kColumns,
-         0, device.stream(), w);
+  launch_early(merge_segments, dim3(static_cast<unsigned>(call.tokens), static_cast<unsigned>(w.heads)),
+               kColumns, 0, device.stream(), w);
 }
 
 const float* scale_of(const DeviceContract& check, const char* name, const std::optional<Tensor>& scale) {

@@ -447,6 +447,7 @@ __device__ __forceinline__ void store_part(const Work& w, const WarpRows& mine, 
 
 template <class Format, int kDim, bool kFp8, int kWarps>
 __global__ void __launch_bounds__(32 * kWarps, kWarps == 1 ? 8 : 2) attend(const __grid_constant__ Work w) {
+  after_earlier_kernels();
   auto& shared = *reinterpret_cast<Shared<kDim, kFp8>*>(dynamic_shared());
   const Rows rows = rows_of<kWarpRows * kWarps>(w);
   if (rows.count == 0) return;
@@ -466,6 +467,7 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 1 ? 8 : 2) attend(const
 // A block merges the segments of one token of one head, in order: their weights first, side by side, then the
 // values, whose loads do not wait for each other.
 __global__ void __launch_bounds__(kMergeThreads) merge_parts(const __grid_constant__ Work w) {
+  after_earlier_kernels();
   __shared__ float maxima[kMergeThreads], sums[kMergeThreads], before[kMergeThreads], weight[kMergeThreads];
   const int token = static_cast<int>(blockIdx.x), me = static_cast<int>(threadIdx.x);
   const int keys = keys_of(w, token), segments = (keys + kSegment - 1) / kSegment;
@@ -514,11 +516,11 @@ void run(Work w, int64_t tokens, const OnDevice& device, const Tensor& allocator
       apart ? std::min<int64_t>(w.segments, ceil_over(8 * device.multiprocessors(), blocks)) : 1;
   const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>(w.kv_heads),
                   static_cast<unsigned>(each));
-  launch(attend<Format, kDim, kFp8, kWarps>, grid, 32 * kWarps, static_cast<int>(sizeof(Shared<kDim, kFp8>)),
-         device.stream(), w);
+  launch_early(attend<Format, kDim, kFp8, kWarps>, grid, 32 * kWarps,
+               static_cast<int>(sizeof(Shared<kDim, kFp8>)), device.stream(), w);
   if (!apart) return;
-  launch(merge_parts, dim3(static_cast<unsigned>(tokens), static_cast<unsigned>(w.heads)), kMergeThreads, 0,
-         device.stream(), w);
+  launch_early(merge_parts, dim3(static_cast<unsigned>(tokens), static_cast<unsigned>(w.heads)),
+               kMergeThreads, 0, device.stream(), w);
 }
 
 template <class Format, int kDim, bool kFp8>

@@ -5,6 +5,7 @@
 // values are read, or computed, again.
 #pragma once
 
+#include "cuda/room.h"
 #include "cuda/rows.h"
 
 namespace fp8serve {
@@ -12,6 +13,7 @@ namespace fp8serve {
 struct Seen {
   float* amax;                    // [] rises to the largest magnitude; NaN is none
   bool is_fresh = false;          // amax holds nothing yet
+  Room room = {};                 // where the blocks of a fresh amax bring theirs together, if they are many
   int64_t* saturated = nullptr;   // [] rises by the number of values that were cut off; null: nobody counts
   const int64_t* rows = nullptr;  // [] how many rows are counted, the first ones; null: all
 
@@ -20,9 +22,24 @@ struct Seen {
   }
 };
 
-// Before `blocks` blocks raise a fresh amax; one alone writes it.
-inline void prepare(const Seen& out, int64_t blocks, const OnDevice& device) {
-  if (out.is_fresh && blocks > 1) set_zero(out.amax, sizeof(float), device.stream());
+// For a launch of `blocks` blocks. Of a fresh amax one alone writes it, and many need a room or a zero.
+inline Seen prepared(Seen out, int64_t blocks, const OnDevice& device, const Tensor& like) {
+  if (!out.is_fresh || blocks == 1) return out;
+  out.room = room_of(device, like);
+  if (out.room.maxima == nullptr) set_zero(out.amax, sizeof(float), device.stream());
+  return out;
+}
+
+// One thread of every block calls this, with the block's amax.
+__device__ __forceinline__ void tell_amax(const Seen& out, float seen) {
+  const unsigned blocks = gridDim.x * gridDim.y;
+  if (out.is_fresh && blocks == 1) {
+    *out.amax = seen;
+  } else if (out.room.maxima != nullptr) {
+    bring(out.room, out.amax, seen, blocks);
+  } else {
+    raise(out.amax, seen);
+  }
 }
 
 // How many of a chunk's first `count` values a cast by `scale` cuts off.
@@ -49,8 +66,7 @@ template <class F, class Count>
 __device__ __forceinline__ void tell(const Seen& out, float seen, float scale, float* memory,
                                      const Count& count) {
   seen = block_max(seen, memory);
-  const bool alone = out.is_fresh && gridDim.x == 1;
-  if (threadIdx.x == 0) alone ? void(*out.amax = seen) : raise(out.amax, seen);
+  if (threadIdx.x == 0) tell_amax(out, seen);
   if (out.saturated == nullptr || !is_cut_off<F>(seen * scale)) return;
   add_cut_off(out, count());
 }

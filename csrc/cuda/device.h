@@ -12,6 +12,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "cuda/early.h"
 #include "cuda/shared_memory.h"
 
 // Where STABLE_TORCH_LIBRARY_IMPL registers: library and dispatch key.
@@ -42,6 +43,13 @@ class OnDevice {
     stream_ = static_cast<Stream>(stream);
   }
   Stream stream() const { return stream_; }
+  int index() const { return index_; }
+  bool is_capturing() const {  // also where it cannot be told
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    const bool told = cudaStreamIsCapturing(stream_, &status) == cudaSuccess;
+    if (!told) cudaGetLastError();
+    return !told || status != cudaStreamCaptureStatusNone;
+  }
   int multiprocessors() const { return attribute(cudaDevAttrMultiProcessorCount); }
   int capability() const {  // 89, 90, 100, 120
     return 10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor);
@@ -64,22 +72,47 @@ struct CudaRuntime {
     check_cuda(cudaGetDevice(&index));
     return index;
   }
-  static int static_bytes(const void* kernel) {
-    cudaFuncAttributes attributes{};
-    check_cuda(cudaFuncGetAttributes(&attributes, kernel));
-    return static_cast<int>(attributes.sharedSizeBytes);
-  }
+  static int static_bytes(const void* kernel) { return static_cast<int>(attributes(kernel).sharedSizeBytes); }
+  static int virtual_architecture(const void* kernel) { return attributes(kernel).ptxVersion; }
   static void allow(const void* kernel, int dynamic_bytes) {
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic_bytes));
   }
+
+ private:
+  static cudaFuncAttributes attributes(const void* kernel) {
+    cudaFuncAttributes found{};
+    check_cuda(cudaFuncGetAttributes(&found, kernel));
+    return found;
+  }
 };
 inline SharedMemory<CudaRuntime> shared_memory;
+inline EarlyLaunches<CudaRuntime> early_launches;
 
 template <class... P, class... A>
 void launch(void (*kernel)(P...), dim3 grid, int threads, int shared_bytes, Stream stream, const A&... args) {
   shared_memory.need(reinterpret_cast<const void*>(kernel), shared_bytes);
   kernel<<<grid, threads, shared_bytes, stream>>>(static_cast<P>(args)...);
   check_cuda(cudaGetLastError());
+}
+
+// Of a kernel that calls after_earlier_kernels(): on chips that can, it begins while those before it end.
+template <class... P, class... A>
+void launch_early(void (*kernel)(P...), dim3 grid, int threads, int shared_bytes, Stream stream,
+                  const A&... args) {
+  const auto* address = reinterpret_cast<const void*>(kernel);
+  if (!early_launches.possible(address)) return launch(kernel, grid, threads, shared_bytes, stream, args...);
+  shared_memory.need(address, shared_bytes);
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = 1;
+  check_cuda(cudaLaunchKernelEx(&config, kernel, static_cast<P>(args)...));
 }
 
 inline void set_zero(void* memory, size_t bytes, Stream stream) {
@@ -90,6 +123,26 @@ inline void set_zero(void* memory, size_t bytes, Stream stream) {
 // ---------------------------------------------------------------------------------------------
 
 #ifdef __CUDACC__
+
+// Waits until the kernels that were launched before this one have ended and what they wrote can be read, and
+// allows the next to be launched. Before it a kernel may ask for weights (`expect`), and neither reads nor
+// writes.
+__device__ __forceinline__ void after_earlier_kernels() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// The line of 128 bytes there will be read: it comes to the second-level cache, in which every kernel sees
+// what others write, so it does not matter whether one writes there until then.
+__device__ __forceinline__ void expect(const void* there) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(there));
+#else
+  (void)there;  // it is read at once
+#endif
+}
 
 // The block's dynamic shared memory.
 __device__ __forceinline__ unsigned char* dynamic_shared() {

@@ -26,6 +26,7 @@ template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kRowThreads)
     norm_row(const T* x, int64_t stride, const T* weight, uint8_t* q, int64_t n, float eps,
              const float* scale_in, const __grid_constant__ Seen out) {
+  after_earlier_kernels();
   __shared__ float memory[2][32];
   const T* from = x + blockIdx.x * stride;
   const float factor = row_factor<kAligned>(from, n, eps, memory[0]), scale = *scale_in;
@@ -50,7 +51,8 @@ __global__ void __launch_bounds__(kRowThreads)
 template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kRowThreads)
     layer_norm_row(const T* x, int64_t stride, const T* weight, const T* bias, uint8_t* q, int64_t n,
-                   float eps, const float* scale_in, float* amax) {
+                   float eps, const float* scale_in, const __grid_constant__ Seen out) {
+  after_earlier_kernels();
   __shared__ float memory[3][32];
   const T* from = x + blockIdx.x * stride;
   float sum = 0.0f, squares = 0.0f, seen = 0.0f;
@@ -82,7 +84,7 @@ __global__ void __launch_bounds__(kRowThreads)
     store_chunk<kAligned>(encode_chunk<F>(y, scale), q + blockIdx.x * n, at, n);
   });
   seen = block_max(seen, memory[2]);
-  if (threadIdx.x == 0) raise(amax, seen);
+  if (threadIdx.x == 0) tell_amax(out, seen);
 }
 
 // --- gated activation
@@ -92,6 +94,7 @@ template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     silu_mul(const T* gate, int64_t gate_stride, const T* up, int64_t up_stride, uint8_t* q, int64_t rows,
              int64_t n, const float* scale_in, const __grid_constant__ Seen out) {
+  after_earlier_kernels();
   __shared__ float memory[32];
   const float scale = *scale_in;
   const auto value = [&](int64_t row, int64_t at) {
@@ -121,8 +124,9 @@ constexpr int kSquare = 128;
 
 // A block casts 128 x 128 and writes it twice: as it lies, and from shared memory the other way.
 template <class F, class T, bool kAligned>
-__global__ void __launch_bounds__(kThreads) cast_transpose(const T* x, uint8_t* q, uint8_t* q_t, int64_t rows,
-                                                           int64_t cols, const float* scale_in, float* amax) {
+__global__ void __launch_bounds__(kThreads)
+    cast_transpose(const T* x, uint8_t* q, uint8_t* q_t, int64_t rows, int64_t cols, const float* scale_in,
+                   const __grid_constant__ Seen out) {
   __shared__ __align__(16) uint8_t tile[kSquare][kSquare];
   __shared__ float memory[32];
   constexpr int kLanes = kSquare / kChunk, kRows = kThreads / kLanes;
@@ -141,7 +145,7 @@ __global__ void __launch_bounds__(kThreads) cast_transpose(const T* x, uint8_t* 
     if (row < rows) store_chunk<kAligned>(bytes, q + row * cols, c0 + column, cols);
   }
   seen = block_max(seen, memory);  // also: the tile is whole
-  if (threadIdx.x == 0) raise(amax, seen);
+  if (threadIdx.x == 0) tell_amax(out, seen);
   const int first = static_cast<int>(threadIdx.x) / 32 * 16, lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
   for (int i = 0; i < kSquare / 32; ++i) {
@@ -190,6 +194,7 @@ __device__ __forceinline__ void write_cache(void* cache, int64_t at, float value
 // A block per token and head: first the heads of q, then those of k, then those of v.
 template <class T, class U, bool kFp8>
 __global__ void __launch_bounds__(128) rotate_and_write(const __grid_constant__ Rotary r) {
+  after_earlier_kernels();
   const int64_t token = blockIdx.x;
   const T* cos = static_cast<const T*>(r.cos) + token * r.dim;
   const T* sin = static_cast<const T*>(r.sin) + token * r.dim;
@@ -267,16 +272,18 @@ Pair layer_norm_quantize(const Tensor& x, const Tensor& weight_in, const std::op
   check_fp8(check, dtype);
   const OnDevice device(x);
   const Tensor weight = dense(weight_in), bias = dense(bias_in ? *bias_in : weight_in);
-  const Tensor q = empty(x, {t.value(), hidden.value()}, dtype), amax = zero_amax(x, device);
-  if (x.numel() == 0) return {q, amax};
+  const Tensor q = empty(x, {t.value(), hidden.value()}, dtype);
+  if (x.numel() == 0) return {q, zero_amax(x, device)};
+  const Tensor amax = empty(x, {}, ScalarType::Float);
   const Rows rows = rows_of(x);
   const bool fast = fast_rows(rows) && aligned(weight.data_ptr(), 16) && aligned(bias.data_ptr(), 16);
+  const Seen out = prepared({data<float>(amax), true}, rows.count, device, x);
   with_types(dtype, x.scalar_type(), fast, [&](auto fmt, auto elem, auto whole) {
     using T = typename decltype(elem)::type;
-    launch(layer_norm_row<typename decltype(fmt)::type, T, whole.value>, static_cast<unsigned>(rows.count),
-           row_threads(rows.width), 0, device.stream(), data<T>(rows.held), rows.stride, data<T>(weight),
-           bias_in ? data<T>(bias) : nullptr, data<uint8_t>(q), rows.width, static_cast<float>(eps),
-           data<float>(scale), data<float>(amax));
+    launch_early(layer_norm_row<typename decltype(fmt)::type, T, whole.value>,
+                 static_cast<unsigned>(rows.count), row_threads(rows.width), 0, device.stream(),
+                 data<T>(rows.held), rows.stride, data<T>(weight), bias_in ? data<T>(bias) : nullptr,
+                 data<uint8_t>(q), rows.width, static_cast<float>(eps), data<float>(scale), out);
   });
   return {q, amax};
 }
@@ -307,15 +314,16 @@ std::tuple<Tensor, Tensor, Tensor> quantize_transpose(const Tensor& x_in, const 
   check_fp8(check, dtype);
   const OnDevice device(x_in);
   const Tensor x = dense(x_in), q = empty(x, {m.value(), k.value()}, dtype);
-  const Tensor q_t = empty(x, {k.value(), m.value()}, dtype), amax = zero_amax(x, device);
-  if (x.numel() == 0) return {q, q_t, amax};
+  const Tensor q_t = empty(x, {k.value(), m.value()}, dtype);
+  if (x.numel() == 0) return {q, q_t, zero_amax(x, device)};
+  const Tensor amax = empty(x, {}, ScalarType::Float);
   const dim3 grid(static_cast<unsigned>(ceil_over(k.value(), kSquare)),
                   static_cast<unsigned>(ceil_over(m.value(), kSquare)));
+  const Seen out = prepared({data<float>(amax), true}, int64_t{grid.x} * grid.y, device, x);
   with_types(dtype, x.scalar_type(), fast_rows(rows_of(x)), [&](auto fmt, auto elem, auto whole) {
     using T = typename decltype(elem)::type;
     launch(cast_transpose<typename decltype(fmt)::type, T, whole.value>, grid, kThreads, 0, device.stream(),
-           data<T>(x), data<uint8_t>(q), data<uint8_t>(q_t), m.value(), k.value(), data<float>(scale),
-           data<float>(amax));
+           data<T>(x), data<uint8_t>(q), data<uint8_t>(q_t), m.value(), k.value(), data<float>(scale), out);
   });
   return {q, q_t, amax};
 }
@@ -332,11 +340,11 @@ void launch_rotary(const Rotary& r, int64_t tokens, ScalarType element, ScalarTy
     using T = typename decltype(elem)::type;
     if (is_fp8(cache)) {
       with_format(cache, [&](auto fmt) {
-        launch(rotate_and_write<T, typename decltype(fmt)::type, true>, grid, 128, 0, stream, r);
+        launch_early(rotate_and_write<T, typename decltype(fmt)::type, true>, grid, 128, 0, stream, r);
       });
     } else {
       with_element(cache, [&](auto to) {
-        launch(rotate_and_write<T, typename decltype(to)::type, false>, grid, 128, 0, stream, r);
+        launch_early(rotate_and_write<T, typename decltype(to)::type, false>, grid, 128, 0, stream, r);
       });
     }
   });
@@ -390,30 +398,31 @@ Tensor rotary_write_kv(const Tensor& q, const Tensor& k, const Tensor& v, const 
 }  // namespace
 
 void cast_norm(const Tensor& x, const Tensor& weight_in, double eps, const Tensor& scale, const Tensor& q,
-               const Seen& out, const OnDevice& device) {
+               const Seen& told, const OnDevice& device) {
   const Tensor weight = dense(weight_in);
   const Rows rows = rows_of(x);
   const bool fast = fast_rows(rows) && aligned(weight.data_ptr(), 16);
-  prepare(out, rows.count, device);
+  const Seen out = prepared(told, rows.count, device, x);
   with_types(q.scalar_type(), x.scalar_type(), fast, [&](auto fmt, auto elem, auto whole) {
     using T = typename decltype(elem)::type;
-    launch(norm_row<typename decltype(fmt)::type, T, whole.value>, static_cast<unsigned>(rows.count),
-           row_threads(rows.width), 0, device.stream(), data<T>(rows.held), rows.stride, data<T>(weight),
-           data<uint8_t>(q), rows.width, static_cast<float>(eps), data<float>(scale), out);
+    launch_early(norm_row<typename decltype(fmt)::type, T, whole.value>, static_cast<unsigned>(rows.count),
+                 row_threads(rows.width), 0, device.stream(), data<T>(rows.held), rows.stride,
+                 data<T>(weight), data<uint8_t>(q), rows.width, static_cast<float>(eps), data<float>(scale),
+                 out);
   });
 }
 
-void cast_gated(const Tensor& gate, const Tensor& up, const Tensor& scale, const Tensor& q, const Seen& out,
+void cast_gated(const Tensor& gate, const Tensor& up, const Tensor& scale, const Tensor& q, const Seen& told,
                 const OnDevice& device) {
   const Rows g = rows_of(gate), u = rows_of(up);
   const unsigned blocks = blocks_for(g, device);
-  prepare(out, blocks, device);
+  const Seen out = prepared(told, blocks, device, gate);
   const bool fast = fast_rows(g) && fast_rows(u);
   with_types(q.scalar_type(), gate.scalar_type(), fast, [&](auto fmt, auto elem, auto whole) {
     using T = typename decltype(elem)::type;
-    launch(silu_mul<typename decltype(fmt)::type, T, whole.value>, blocks, kThreads, 0, device.stream(),
-           data<T>(g.held), g.stride, data<T>(u.held), u.stride, data<uint8_t>(q), g.count, g.width,
-           data<float>(scale), out);
+    launch_early(silu_mul<typename decltype(fmt)::type, T, whole.value>, blocks, kThreads, 0, device.stream(),
+                 data<T>(g.held), g.stride, data<T>(u.held), u.stride, data<uint8_t>(q), g.count, g.width,
+                 data<float>(scale), out);
   });
 }
 

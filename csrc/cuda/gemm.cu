@@ -56,7 +56,7 @@ namespace {
 }
 
 bool is_on(Tile tile) { return gemm_switches.on(static_cast<GemmKernel>(1 + static_cast<int>(tile))); }
-static_assert(kGemmKernels[1 + static_cast<int>(Tile::small)] == "small");
+static_assert(kGemmKernels[1 + static_cast<int>(Tile::thin32)] == "thin32");
 
 TileChoice looked_up(const Gemm& g, const OnDevice& device) {
   return tile_for(family_of(device.capability()), g.a_scale.inside() || g.b_scale.inside(), g.m, g.n, g.k);
@@ -65,7 +65,7 @@ TileChoice looked_up(const Gemm& g, const OnDevice& device) {
 // The tile of the table, or another that was compiled for these types.
 bool gemm_cutlass(const Gemm& g, const OnDevice& device, const Tensor& allocator) {
   const TileChoice best = looked_up(g, device);
-  for (const Tile tile : {best.tile, Tile::medium, Tile::large, Tile::small}) {
+  for (const Tile tile : {best.tile, Tile::medium, Tile::large, Tile::small}) {  // these take every size
     if (tile == Tile::cublaslt || !is_on(tile)) continue;
     if (gemm_cutlass(g, {tile, best.swizzle}, device, allocator)) return true;
   }
@@ -104,7 +104,7 @@ bool run_by(const std::string& kernel, int swizzle, const Gemm& g, const OnDevic
   if (kernel == "mma") return gemm_mma(g, device), true;
   if (kernel == "skinny") return decoding(g) && (gemm_skinny(g, device), true);
   if (kernel == "cublaslt") return cublaslt_for(p).has_value() && (gemm_cublaslt(p), true);
-  constexpr std::array<const char*, 3> kTiles = {"large", "medium", "small"};  // in the order of Tile
+  constexpr std::array kTiles = {"large", "medium", "small", "thin128", "thin64", "thin32"};  // as in Tile
   for (size_t i = 0; i < kTiles.size(); ++i) {
     if (kernel == kTiles[i]) return gemm_cutlass(g, {static_cast<Tile>(i), swizzle}, device, p.out);
   }
@@ -196,7 +196,7 @@ Tensor scaled_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const 
 }
 
 // scaled_mm by the kernel of a name, on or off: "skinny", "mma", "cublaslt", or CUTLASS's "large", "medium",
-// "small".
+// "small", "thin128", "thin64", "thin32".
 Tensor scaled_mm_by(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
                     const std::optional<Tensor>& bias, ScalarType out_dtype, std::string kernel,
                     int64_t swizzle) {
@@ -229,16 +229,18 @@ std::tuple<Tensor, Tensor> scaled_mm_quantize(const Tensor& a, const Tensor& b, 
   check.require(is_fp8(out_dtype), "out_dtype", "is ", torch::headeronly::toString(out_dtype),
                 ", must be Float8_e4m3fn or Float8_e5m2");
   check.tensor("out_scale", out_scale, {ScalarType::Float}, {});
+  check.rank("a", a, 2);
+  check.rank("b", b, 2);
+  const OnDevice here(a);
   Tensor amax = empty(a, {}, ScalarType::Float);
-  {
-    const OnDevice device(a);
-    set_zero(amax.data_ptr(), sizeof(float), device.stream());
-  }
+  const Room room = a.size(0) == 0 || b.size(0) == 0 ? Room{} : room_of(here, a);
+  if (room.maxima == nullptr) set_zero(amax.data_ptr(), sizeof(float), here.stream());
   bool done = true;
   Tensor q = with_gemm(check, {a, b, a_scale, b_scale, bias}, out_dtype,
                        [&](Gemm g, const OnDevice& device, const Product& p) {
                          g.out_scale = data<const float>(out_scale);
                          g.amax = data<float>(amax);
+                         g.room = room;
                          g.out_e5m2 = out_dtype == ScalarType::Float8_e5m2;
                          done = run(g, device, p);
                        });
@@ -283,6 +285,7 @@ Tensor mm(const Tensor& a_in, const Tensor& b_in, const std::optional<Tensor>& b
 
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(256) add_to(T* out, const T* residual, int64_t n) {
+  after_earlier_kernels();
   const int64_t at = (static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x) * kChunk;
   if (at >= n) return;
   const Chunk a = load_chunk<kAligned>(static_cast<const T*>(out), at, n),
@@ -298,8 +301,8 @@ void add(const Tensor& out, const Tensor& residual, const OnDevice& device) {
   const bool fast = n % kChunk == 0 && aligned(out.data_ptr(), 16) && aligned(residual.data_ptr(), 16);
   with_element(out.scalar_type(), [&](auto element) {
     using T = typename decltype(element)::type;
-    launch(fast ? add_to<T, true> : add_to<T, false>, static_cast<unsigned>(ceil_over(n, 256 * kChunk)), 256,
-           0, device.stream(), data<T>(out), data<T>(residual), n);
+    launch_early(fast ? add_to<T, true> : add_to<T, false>, static_cast<unsigned>(ceil_over(n, 256 * kChunk)),
+                 256, 0, device.stream(), data<T>(out), data<T>(residual), n);
   });
 }
 

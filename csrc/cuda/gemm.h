@@ -50,7 +50,8 @@ struct Gemm {
   void* out;                         // [m, n]
   const void* residual = nullptr;    // [m, n] of out_type, or null: for the skinny kernel alone
   const float* out_scale = nullptr;  // set: out holds FP8, and out_type says nothing
-  float* amax = nullptr;             // with out_scale: holds 0 when the kernel starts
+  float* amax = nullptr;             // with out_scale: receives the largest |value|
+  Room room = {};                    // where that is brought together; without: in *amax, which holds 0
   bool out_e5m2 = false;
 };
 
@@ -79,14 +80,17 @@ __device__ __forceinline__ float put(const Gemm& g, int64_t at, float value, flo
   }
   return fmaxf(seen, fabsf(value));
 }
-// Whole warps call this, once.
-__device__ __forceinline__ void raise_amax(const Gemm& g, float seen) {
+// kWarpsThatTell warps of every block call this, once.
+constexpr unsigned kWarpsThatTell = 8;
+__device__ __forceinline__ void tell_amax(const Gemm& g, float seen) {
   if (g.amax == nullptr) return;
   seen = lanes_max<32>(seen);
-  if (threadIdx.x % 32 == 0) raise(g.amax, seen);
+  if (threadIdx.x % 32 != 0) return;
+  g.room.maxima == nullptr ? raise(g.amax, seen) : bring(g.room, g.amax, seen, gridDim.x * kWarpsThatTell);
 }
 
 constexpr int kSkinnyRows = 64;
+constexpr int kThinRows = 128;  // of CUTLASS's thin tiles
 
 void gemm_mma(const Gemm& g, const OnDevice& device);
 void gemm_skinny(const Gemm& g, const OnDevice& device);  // m <= kSkinnyRows

@@ -128,24 +128,38 @@ struct ScaledBy {
 template <class T, bool kGrouped>
 using Each = std::conditional_t<kGrouped, T*, T>;
 
-template <class CtaTile, class Out, bool kGrouped = false>
+// `kSwapped`: the kernel's rows are the columns of the output.
+template <class CtaTile, class Out, bool kGrouped = false, bool kSwapped = false>
 struct Epilogue {
   static constexpr bool kFp8 = std::is_same_v<Out, e4m3>;
   using BiasType = std::conditional_t<kFp8, bf16, Out>;
   static constexpr auto kRound = cutlass::FloatRoundStyle::round_to_nearest;
   template <class T>
   using Pointer = Each<const T*, kGrouped>;
-  // The scales of an expert's rows begin at any element.
-  using ByRow = fusion::Sm90ColBroadcast<0, CtaTile, Each<float, kGrouped>, float, Stride<bool, _0, _0>,
+  // Along the kernel's rows and columns; the scales of an expert's rows begin at any element.
+  using Along = fusion::Sm90ColBroadcast<0, CtaTile, Each<float, kGrouped>, float, Stride<bool, _0, _0>,
                                          kGrouped ? 1 : 4>;
-  using ByColumn = fusion::Sm90RowBroadcast<0, CtaTile, Each<float, kGrouped>, float, Stride<_0, bool, _0>>;
-  using Bias = fusion::Sm90RowBroadcast<0, CtaTile, Each<BiasType, kGrouped>, float>;
+  using Across = fusion::Sm90RowBroadcast<0, CtaTile, Each<float, kGrouped>, float, Stride<_0, bool, _0>>;
+  using ByRow = std::conditional_t<kSwapped, Across, Along>;
+  using ByColumn = std::conditional_t<kSwapped, Along, Across>;
+  using Bias = std::conditional_t<kSwapped, fusion::Sm90ColBroadcast<0, CtaTile, BiasType, float>,
+                                  fusion::Sm90RowBroadcast<0, CtaTile, Each<BiasType, kGrouped>, float>>;
   using Times = fusion::Sm90Compute<ScaledBy, float, float, kRound>;
   using Plus = fusion::Sm90Compute<cutlass::plus, std::conditional_t<kFp8, float, Out>, float, kRound>;
   using Scaled = fusion::Sm90EVT<Times, fusion::Sm90AccFetch, ByRow, ByColumn>;
   using Value = fusion::Sm90EVT<Plus, Bias, Scaled>;
   using Fp8Value = fusion::Sm90EVT<ToFp8, Value>;
   using Tree = std::conditional_t<kFp8, Fp8Value, Value>;
+
+  // The stride of a vector or of a number, in the direction in which the leaf is read.
+  template <class Leaf>
+  static auto along(bool is_vector) {
+    if constexpr (std::is_same_v<Leaf, Along>) {
+      return Stride<bool, _0, _0>{is_vector, _0{}, _0{}};
+    } else {
+      return Stride<_0, bool, _0>{_0{}, is_vector, _0{}};
+    }
+  }
 
   static typename Tree::Arguments arguments(const Gemm& g) {
     return arguments(g, g.a_scale.data, g.b_scale.data, static_cast<const BiasType*>(g.bias));
@@ -158,7 +172,7 @@ struct Epilogue {
     if (g.b_scale.inside()) b_scale = nullptr;
     const typename Value::Arguments value{
         {bias, BiasType(0), {}},
-        {{}, {a_scale, 1.0f, {by_row, _0{}, _0{}}}, {b_scale, 1.0f, {_0{}, by_column, _0{}}}, {}},
+        {{}, {a_scale, 1.0f, along<ByRow>(by_row)}, {b_scale, 1.0f, along<ByColumn>(by_column)}, {}},
         {}};
     if constexpr (kFp8) {
       return {value, {g.out_scale, g.amax}};
@@ -184,6 +198,20 @@ struct Schedules<Config, true> {
   using Epilogue = typename Config::GroupedEpilogueSchedule;
 };
 
+template <class Config>
+inline constexpr bool is_swapped = requires { Config::kSwapped; };
+
+// Who hands out the tiles: CUTLASS's default unless the configuration says otherwise.
+template <class Config>
+struct SchedulerOf {
+  using type = void;
+};
+template <class Config>
+  requires requires { typename Config::Scheduler; }
+struct SchedulerOf<Config> {
+  using type = typename Config::Scheduler;
+};
+
 // The types of a kernel. kScaleRowsB: 0 for scales outside the sum; else a is scaled per 1x128 and b per
 // kScaleRowsB x 128.
 template <class Config, class A, class B, class Out, int kScaleRowsB, bool kGrouped>
@@ -196,12 +224,14 @@ struct Types {
   using ColumnMajor = Each<cutlass::layout::ColumnMajor, kGrouped>;
   static constexpr bool kBlocked = kScaleRowsB != 0;
   static constexpr int kAlign = 16 / sizeof(Out);  // of a row of the output, in elements
+  static constexpr bool kSwapped = is_swapped<Config>;
+  using OutLayout = std::conditional_t<kSwapped, cutlass::layout::ColumnMajor, RowMajor>;
 
   using Schedule = Schedules<Config, kGrouped>;
-  using Fusion = Epilogue<typename Config::CtaTile, Out, kGrouped>;
+  using Fusion = Epilogue<typename Config::CtaTile, Out, kGrouped, kSwapped>;
   using CollectiveEpilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       typename Config::Arch, cutlass::arch::OpClassTensorOp, typename Config::Tile, typename Config::Cluster,
-      cutlass::epilogue::collective::EpilogueTileAuto, float, float, void, RowMajor, kAlign, Out, RowMajor,
+      cutlass::epilogue::collective::EpilogueTileAuto, float, float, void, OutLayout, kAlign, Out, OutLayout,
       kAlign, typename Schedule::Epilogue, typename Fusion::Tree>::CollectiveOp;
   using CollectiveMainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       typename Config::Arch, cutlass::arch::OpClassTensorOp, A,
@@ -213,7 +243,8 @@ struct Types {
       std::conditional_t<kBlocked, typename Schedule::Block, typename Schedule::Main>>::CollectiveOp;
   using Problem = std::conditional_t<kGrouped, cutlass::gemm::GroupProblemShape<Shape<int, int, int>>,
                                      Shape<int, int, int, int>>;
-  using GemmKernel = cutlass::gemm::kernel::GemmUniversal<Problem, CollectiveMainloop, CollectiveEpilogue>;
+  using GemmKernel = cutlass::gemm::kernel::GemmUniversal<Problem, CollectiveMainloop, CollectiveEpilogue,
+                                                          typename SchedulerOf<Config>::type>;
   using Adapter = cutlass::gemm::device::GemmUniversalAdapter<GemmKernel>;
   static_assert(GemmKernel::SharedStorageSize <= shared_bytes_of(Config::Arch::kMinComputeCapability));
 };
@@ -233,10 +264,11 @@ void name_formats(const Gemm& g, Arguments& args) {
   }
 }
 
-// Launches unless CUTLASS refuses, or the driver could not describe the operands.
+// Launches unless CUTLASS refuses, or the driver could not describe the operands. `amax`: null, or what the
+// kernel raises.
 template <class Adapter>
 bool launch_unless_refused(const typename Adapter::Arguments& args, const OnDevice& device,
-                           const Tensor& allocator) {
+                           const Tensor& allocator, float* amax = nullptr) {
   if (Adapter::can_implement(args) != cutlass::Status::kSuccess) return false;
   const auto bytes = static_cast<int64_t>(Adapter::get_workspace_size(args));
   std::optional<Tensor> workspace;
@@ -248,6 +280,7 @@ bool launch_unless_refused(const typename Adapter::Arguments& args, const OnDevi
       !is_encoded(*p.mainloop.tma_load_b.get_tma_descriptor()) ||
       !is_encoded(*p.epilogue.tma_store_d.get_tma_descriptor()))
     return false;
+  if (amax != nullptr) set_zero(amax, sizeof(float), device.stream());
   check(adapter.run(device.stream()));
   return true;
 }
@@ -257,12 +290,17 @@ struct Kernel : Types<Config, A, B, Out, kScaleRowsB, false> {
   using Types = Types<Config, A, B, Out, kScaleRowsB, false>;
   using typename Types::Adapter, typename Types::Fusion, typename Types::GemmKernel, typename Types::Scales;
 
+  // Rows and columns as the kernel sees them.
+  static int rows(const Gemm& g) { return Types::kSwapped ? g.n : g.m; }
+  static int columns(const Gemm& g) { return Types::kSwapped ? g.m : g.n; }
+
   static typename GemmKernel::MainloopArguments mainloop(const Gemm& g) {
     typename GemmKernel::MainloopArguments args{};
-    args.ptr_A = reinterpret_cast<decltype(args.ptr_A)>(g.a);
-    args.ptr_B = reinterpret_cast<decltype(args.ptr_B)>(g.b);
-    args.dA = cutlass::make_cute_packed_stride(typename GemmKernel::StrideA{}, make_shape(g.m, g.k, 1));
-    args.dB = cutlass::make_cute_packed_stride(typename GemmKernel::StrideB{}, make_shape(g.n, g.k, 1));
+    args.ptr_A = reinterpret_cast<decltype(args.ptr_A)>(Types::kSwapped ? g.b : g.a);
+    args.ptr_B = reinterpret_cast<decltype(args.ptr_B)>(Types::kSwapped ? g.a : g.b);
+    args.dA = cutlass::make_cute_packed_stride(typename GemmKernel::StrideA{}, make_shape(rows(g), g.k, 1));
+    args.dB =
+        cutlass::make_cute_packed_stride(typename GemmKernel::StrideB{}, make_shape(columns(g), g.k, 1));
     name_formats<A>(g, args);
     if constexpr (Types::kBlocked) {
       args.ptr_SFA = g.a_scale.data;
@@ -278,12 +316,17 @@ struct Kernel : Types<Config, A, B, Out, kScaleRowsB, false> {
     typename GemmKernel::EpilogueArguments epilogue{};
     epilogue.thread = Fusion::arguments(g);
     epilogue.ptr_D = static_cast<Out*>(g.out);
-    epilogue.dD = cutlass::make_cute_packed_stride(typename GemmKernel::StrideD{}, make_shape(g.m, g.n, 1));
-    typename Adapter::Arguments args{
-        cutlass::gemm::GemmUniversalMode::kGemm, {g.m, g.n, g.k, 1}, mainloop(g), epilogue, {}, {}};
+    epilogue.dD =
+        cutlass::make_cute_packed_stride(typename GemmKernel::StrideD{}, make_shape(rows(g), columns(g), 1));
+    typename Adapter::Arguments args{cutlass::gemm::GemmUniversalMode::kGemm,
+                                     {rows(g), columns(g), g.k, 1},
+                                     mainloop(g),
+                                     epilogue,
+                                     {},
+                                     {}};
     args.hw_info.sm_count = device.multiprocessors();
     args.scheduler.max_swizzle_size = swizzle;
-    return launch_unless_refused<Adapter>(args, device, allocator);
+    return launch_unless_refused<Adapter>(args, device, allocator, g.amax);
   }
 };
 

@@ -32,10 +32,10 @@ constexpr int kThreads = 256;
 // from [rows, total] -> to [rows, stride]; a thread moves 16 columns, of one expert.
 __global__ void __launch_bounds__(kThreads)
     pad_columns(const uint8_t* from, uint8_t* to, int rows, const __grid_constant__ Grouped g) {
-  const int pieces = g.stride / 16;
-  const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (at >= static_cast<int64_t>(rows) * pieces) return;
-  const int row = static_cast<int>(at / pieces), piece = static_cast<int>(at % pieces);
+  const auto pieces = static_cast<uint32_t>(g.stride / 16);
+  const Steps at(blockIdx.x * kThreads + threadIdx.x, 0, pieces);
+  if (at.row() >= rows) return;
+  const int row = static_cast<int>(at.row()), piece = static_cast<int>(at.column());
   const int expert = g.expert_of_piece(piece, 16);
   const int first = g.begin(expert) + (piece - g.first_piece(expert, 16)) * 16, end = g.end(expert);
   const uint8_t* source = from + static_cast<int64_t>(row) * g.total;
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = 0; i < 16; ++i) {
     if (first + i < end) word[i / 4] |= static_cast<uint32_t>(source[first + i]) << (8 * (i % 4));
   }
-  reinterpret_cast<uint4*>(to)[at] = {word[0], word[1], word[2], word[3]};
+  reinterpret_cast<uint4*>(to)[at.row() * pieces + piece] = {word[0], word[1], word[2], word[3]};
 }
 
 Tensor padded_columns(const Tensor& matrix, const Grouped& g, const OnDevice& device) {
@@ -244,9 +244,11 @@ Tensor grouped_wgrad(const Tensor& a_in, const Tensor& b_in, const Tensor& a_sca
 
 template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
-    cast_row(const T* x, uint8_t* q, int64_t cols, const float* scales, float* amax,
+    cast_row(const T* x, uint8_t* q, int64_t cols, const float* scales, float* amax, const Room room,
              const __grid_constant__ Grouped g) {
+  after_earlier_kernels();
   __shared__ float memory[32];
+  __shared__ bool last;
   const int expert = g.expert_of_row(static_cast<int>(blockIdx.x));
   const float scale = scales[expert];
   const T* from = x + blockIdx.x * cols;
@@ -258,7 +260,16 @@ __global__ void __launch_bounds__(kThreads)
     store_chunk<kAligned>(encode_chunk<F>(chunk, scale), to, at, cols);
   }
   seen = block_max(seen, memory);
-  if (threadIdx.x == 0) raise(amax + expert, seen);
+  if (room.maxima == nullptr) {
+    if (threadIdx.x == 0) raise(amax + expert, seen);
+    return;
+  }
+  if (threadIdx.x == 0) raise(room.maxima + expert, seen), last = is_last(room, gridDim.x);
+  __syncthreads();
+  if (!last) return;
+  for (int e = static_cast<int>(threadIdx.x); e < g.experts; e += kThreads) {
+    amax[e] = taken_from(room.maxima + e);
+  }
 }
 
 std::tuple<Tensor, Tensor> grouped_quantize(const Tensor& x_in, const Tensor& scale_in, const Tensor& offsets,
@@ -278,8 +289,12 @@ std::tuple<Tensor, Tensor> grouped_quantize(const Tensor& x_in, const Tensor& sc
   const Tensor x = dense(x_in), scale = dense(scale_in), ends = dense(offsets);
   const int64_t cols = x.size(1);
   Tensor q = empty(x, {t.value(), cols}, dtype), amax = empty(x, {count.value()}, ScalarType::Float);
-  set_zero(amax.data_ptr(), sizeof(float) * static_cast<size_t>(count.value()), device.stream());
-  if (x.numel() == 0 || count.value() == 0) return {q, amax};
+  const bool empty_handed = x.numel() == 0 || count.value() == 0;
+  const Room room = empty_handed || count.value() > kPlaces ? Room{} : room_of(device, x);
+  if (room.maxima == nullptr) {
+    set_zero(amax.data_ptr(), sizeof(float) * static_cast<size_t>(count.value()), device.stream());
+  }
+  if (empty_handed) return {q, amax};
   Grouped g{{},
             data<const int32_t>(ends),
             static_cast<int>(count.value()),
@@ -293,9 +308,9 @@ std::tuple<Tensor, Tensor> grouped_quantize(const Tensor& x_in, const Tensor& sc
     with_element(x.scalar_type(), [&](auto elem) {
       using F = typename decltype(fmt)::type;
       using T = typename decltype(elem)::type;
-      launch(fast ? cast_row<F, T, true> : cast_row<F, T, false>, static_cast<unsigned>(t.value()), kThreads,
-             0, device.stream(), data<T>(x), data<uint8_t>(q), cols, data<float>(scale), data<float>(amax),
-             g);
+      launch_early(fast ? cast_row<F, T, true> : cast_row<F, T, false>, static_cast<unsigned>(t.value()),
+                   kThreads, 0, device.stream(), data<T>(x), data<uint8_t>(q), cols, data<float>(scale),
+                   data<float>(amax), room, g);
     });
   });
   return {q, amax};

@@ -17,9 +17,11 @@
 namespace fp8serve {
 namespace {
 
-constexpr int kRows = 16;  // weight rows of a block
-constexpr int kWarps = 8;  // of a team
+constexpr int kRows = 16;   // weight rows of a block
+constexpr int kLine = 128;  // bytes
+constexpr int kWarps = 8;   // of a team
 constexpr int kThreads = 32 * kWarps, kMostTeams = 2;
+static_assert(kWarps == kWarpsThatTell);  // those of the first team
 constexpr int kGroupsOfExpert = 2, kRowsOfExpert = 8 * kGroupsOfExpert;
 
 __device__ __forceinline__ uint4 sixteen(const uint8_t* bytes, bool valid) {
@@ -39,6 +41,13 @@ __device__ __forceinline__ Weights load_weights(const Gemm& g, int row, int at) 
     w.high[half] = sixteen(g.b + static_cast<int64_t>(min(row + 8, g.n - 1)) * g.k + k, k < g.k);
   }
   return w;
+}
+
+// Asks for the block's first weights, a line a thread, before it is known whether the activations are there.
+__device__ __forceinline__ void expect_weights(const Gemm& g) {
+  const int line = static_cast<int>(threadIdx.x), row = static_cast<int>(blockIdx.x) * kRows + line % kRows;
+  const int at = line / kRows * kLine;
+  if (at < g.k) expect(g.b + static_cast<int64_t>(min(row, g.n - 1)) * g.k + at);
 }
 
 // Activations as they lie: sixteen bytes of a token's row.
@@ -146,7 +155,7 @@ __device__ __forceinline__ void finish(const Gemm& g, const Mine<kGroups>& mine,
     if (token >= g.m || column >= g.n) return;
     seen = put(g, static_cast<int64_t>(token) * g.n + column, finished(g, mine[t], token, column), seen);
   });
-  raise_amax(g, seen);
+  tell_amax(g, seen);
 }
 
 template <Element kElement, int kGroups, bool kInside, class From>
@@ -199,17 +208,22 @@ __device__ __forceinline__ void compute(const Gemm& g, From from) {
 
 template <Element kElement, int kGroups, bool kInside>
 __global__ void __launch_bounds__(kMostTeams* kThreads) gemm_stream(const __grid_constant__ Gemm g) {
+  expect_weights(g);
+  after_earlier_kernels();
   compute<kElement, kGroups, kInside>(g, AsTheyAre());
 }
 
 template <int kGroups>
 __global__ void __launch_bounds__(kMostTeams* kThreads)
     gemm_stream_casting(const __grid_constant__ Gemm g, const __grid_constant__ ToCast from) {
+  expect_weights(g);
+  after_earlier_kernels();
   compute<Element::e4m3, kGroups, false>(g, Casting(g, from));
 }
 
 template <bool kInside>
 __global__ void __launch_bounds__(kMostTeams* kThreads) grouped_stream(const __grid_constant__ Grouped all) {
+  after_earlier_kernels();
   const int row = static_cast<int>(blockIdx.y), expert = all.expert_of_row(row),
             before = row - all.begin(expert);
   if (before % kRowsOfExpert != 0 || before < 0 || row >= all.end(expert)) return;
@@ -237,8 +251,8 @@ unsigned blocks_for(const Gemm& g) { return static_cast<unsigned>(ceil_over(g.n,
 
 void gemm_skinny(const Gemm& g, const OnDevice& device) {
   const bool inside = g.a_scale.inside() || g.b_scale.inside();
-  launch(inside ? kernel_for<Element::e4m3, true>(g.m) : kernel_for<Element::e4m3, false>(g.m), blocks_for(g),
-         threads_for(g, device), 0, device.stream(), g);
+  launch_early(inside ? kernel_for<Element::e4m3, true>(g.m) : kernel_for<Element::e4m3, false>(g.m),
+               blocks_for(g), threads_for(g, device), 0, device.stream(), g);
 }
 
 void gemm_skinny_casting(const Gemm& g, const ToCast& from, const OnDevice& device) {
@@ -246,18 +260,19 @@ void gemm_skinny_casting(const Gemm& g, const ToCast& from, const OnDevice& devi
                       : g.m <= 16 ? gemm_stream_casting<2>
                       : g.m <= 32 ? gemm_stream_casting<4>
                                   : gemm_stream_casting<8>;
-  launch(kernel, blocks_for(g), threads_for(g, device), 0, device.stream(), g, from);
+  launch_early(kernel, blocks_for(g), threads_for(g, device), 0, device.stream(), g, from);
 }
 
 void grouped_skinny(const Grouped& g, const OnDevice& device) {
   const bool inside = g.all.a_scale.inside() || g.all.b_scale.inside();
-  launch(inside ? grouped_stream<true> : grouped_stream<false>,
-         dim3(blocks_for(g.all), static_cast<unsigned>(g.total)), threads_for(g.all, device), 0,
-         device.stream(), g);
+  launch_early(inside ? grouped_stream<true> : grouped_stream<false>,
+               dim3(blocks_for(g.all), static_cast<unsigned>(g.total)), threads_for(g.all, device), 0,
+               device.stream(), g);
 }
 
 void gemm_skinny_bf16(const Gemm& g, const OnDevice& device) {
-  launch(kernel_for<Element::bf16, false>(g.m), blocks_for(g), threads_for(g, device), 0, device.stream(), g);
+  launch_early(kernel_for<Element::bf16, false>(g.m), blocks_for(g), threads_for(g, device), 0,
+               device.stream(), g);
 }
 
 }  // namespace fp8serve

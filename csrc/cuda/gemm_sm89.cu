@@ -17,10 +17,17 @@ namespace {
 constexpr int kTileM = 128, kTileN = 128, kTileK = 128;  // a byte is an FP8 value
 constexpr int kStages = 3;
 constexpr int kThreads = 256;
+static_assert(kThreads == 32 * kWarpsThatTell);
 constexpr int kPiece = 16;                     // bytes of one asynchronous copy
 constexpr int kPieces = kTileK / kPiece;       // per row
 constexpr int kPanel = kTileM * kTileK;        // bytes of one operand in one stage
 constexpr int kShared = kStages * 2 * kPanel;  // 96 KiB
+// sm_100 converts its operands to FP16 in registers, of which four steps at once would take too many.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
+constexpr int kStepsAtOnce = 1;
+#else
+constexpr int kStepsAtOnce = 4;
+#endif
 constexpr int kWarpM = 64, kWarpN = 32;
 constexpr int kFragsM = kWarpM / 16, kFragsN = kWarpN / 8;
 constexpr int kBand =
@@ -72,7 +79,7 @@ template <Element kA, Element kB>
 __device__ __forceinline__ void multiply(Sums& part, const unsigned char* a_panel,
                                          const unsigned char* b_panel, const Place& p) {
   const int matrix = p.lane / 8, line = p.lane % 8;
-#pragma unroll
+#pragma unroll kStepsAtOnce
   for (int step = 0; step < kTileK / 32; ++step) {
     uint32_t b[kFragsN][2];
 #pragma unroll
@@ -170,7 +177,7 @@ __device__ __forceinline__ void finish(const Sums& total, const Gemm& g, const P
       }
     }
   }
-  raise_amax(g, seen);
+  tell_amax(g, seen);
 }
 
 // The block's tile; rows of both operands are `stride` bytes apart.

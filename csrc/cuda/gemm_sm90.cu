@@ -44,6 +44,34 @@ struct Small {  // each consumer warpgroup has a tile of its own and hides the o
   using GroupedEpilogueSchedule = cutlass::epilogue::PtrArrayTmaWarpSpecializedPingpong;
 };
 
+// Few rows: the operands change places, so that the 128 rows of a tile are weights and its columns as many
+// activations as there are. Such a product has fewer tiles than the chip has multiprocessors, and is bound by
+// reading the weights: tiles are cut along K until every multiprocessor has the same share (stream-K).
+struct Thin128 {
+  static constexpr auto kTile = fp8serve::Tile::thin128;
+  static constexpr bool kSwapped = true;
+  using Arch = cutlass::arch::Sm90;
+  using Tile = Shape<_128, _128, _128>;
+  using CtaTile = Tile;
+  using Cluster = Shape<_1, _1, _1>;
+  using Schedule = cutlass::gemm::KernelTmaWarpSpecializedCooperative;
+  using BlockSchedule = void;
+  using EpilogueSchedule = cutlass::epilogue::TmaWarpSpecializedCooperative;
+  using Scheduler = cutlass::gemm::StreamKScheduler;
+};
+
+struct Thin64 : Thin128 {
+  static constexpr auto kTile = fp8serve::Tile::thin64;
+  using Tile = Shape<_128, _64, _128>;
+  using CtaTile = Tile;
+};
+
+struct Thin32 : Thin128 {
+  static constexpr auto kTile = fp8serve::Tile::thin32;
+  using Tile = Shape<_128, _32, _128>;
+  using CtaTile = Tile;
+};
+
 }  // namespace
 
 namespace fp8serve {
@@ -52,7 +80,9 @@ using namespace cutlass_gemm;
 #ifdef FP8SERVE_OUTSIDE
 bool gemm_sm90_outside(const Gemm& g, TileChoice choice, const OnDevice& device, const Tensor& allocator) {
   if (!scaled_outside(g)) return false;
-  return answer<e4m3, e4m3, bf16, 0, Large, Medium, Small>(g, choice, device, allocator) ||
+  return (g.m <= kThinRows &&
+          answer<e4m3, e4m3, bf16, 0, Thin128, Thin64, Thin32>(g, choice, device, allocator)) ||
+         answer<e4m3, e4m3, bf16, 0, Large, Medium, Small>(g, choice, device, allocator) ||
          answer<e5m2, e4m3, bf16, 0, Large, Medium, Small>(g, choice, device, allocator) ||
          answer<e4m3, e4m3, fp32, 0, Medium>(g, choice, device, allocator) ||
          answer<e5m2, e4m3, fp32, 0, Large, Medium, Small>(g, choice, device, allocator) ||

@@ -12,19 +12,25 @@
 namespace fp8serve {
 
 // In the order in which they take over from each other. `cublaslt` multiplies by one scale a tensor,
-// `cublaslt_rows` by one a row; `grouped_cutlass` is that of products of experts.
+// `cublaslt_rows` by one a row; `grouped_cutlass` is that of products of experts. `overlap` is no kernel:
+// with it off, no launch begins before those before it have ended (early.h).
 enum class GemmKernel : uint8_t {
   skinny,
   large,
   medium,
   small,
+  thin128,
+  thin64,
+  thin32,
   mma,
   cublaslt,
   cublaslt_rows,
-  grouped_cutlass
+  grouped_cutlass,
+  overlap
 };
-inline constexpr std::array<std::string_view, 8> kGemmKernels = {
-    "skinny", "large", "medium", "small", "mma", "cublaslt", "cublaslt_rows", "grouped_cutlass"};
+inline constexpr std::array<std::string_view, 12> kGemmKernels = {
+    "skinny", "large", "medium",   "small",         "thin128",         "thin64",
+    "thin32", "mma",   "cublaslt", "cublaslt_rows", "grouped_cutlass", "overlap"};
 
 class GemmSwitches {
  public:

@@ -48,13 +48,14 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Any strides, padding: sizes that are no multiple of 16 are rare, and small.
+// Any strides, padding: sizes that are no multiple of 16 are rare, and small. A block takes a row.
 __global__ void __launch_bounds__(kThreads) gather(const uint8_t* from, int64_t row_stride, int64_t k_stride,
-                                                   uint8_t* to, int64_t count, int64_t k, int64_t padded) {
-  const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (at >= count) return;
-  const int64_t row = at / padded, column = at % padded;
-  to[at] = column < k ? from[row * row_stride + column * k_stride] : static_cast<uint8_t>(0);
+                                                   uint8_t* to, int64_t k, int64_t padded) {
+  const int64_t row = blockIdx.x;
+  for (int64_t column = threadIdx.x; column < padded; column += blockDim.x) {
+    to[row * padded + column] =
+        column < k ? from[row * row_stride + column * k_stride] : static_cast<uint8_t>(0);
+  }
 }
 
 // q [k, rows] with contiguous rows -> to [rows, padded], k at most padded.
@@ -71,9 +72,9 @@ void launch_transpose(const Tensor& q, const Tensor& to, int64_t rows, int64_t k
 // Any two strides.
 void launch_gather(const void* from, int64_t row_stride, int64_t k_stride, const Tensor& to, int64_t k,
                    const OnDevice& device) {
-  launch(gather, static_cast<unsigned>(ceil_over(to.numel(), kThreads)), kThreads, 0, device.stream(),
-         static_cast<const uint8_t*>(from), row_stride, k_stride, data<uint8_t>(to), to.numel(), k,
-         to.size(1));
+  const auto threads = static_cast<int>(std::min<int64_t>(ceil_over(to.size(1), 32) * 32, kThreads));
+  launch(gather, static_cast<unsigned>(to.size(0)), threads, 0, device.stream(),
+         static_cast<const uint8_t*>(from), row_stride, k_stride, data<uint8_t>(to), k, to.size(1));
 }
 
 Tensor transpose_fp8(const Tensor& q_in) {

@@ -52,6 +52,7 @@ template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     cast_amax(const T* x, uint8_t* q, int64_t rows, int64_t cols, const float* scale_in,
               const __grid_constant__ Seen out) {
+  after_earlier_kernels();
   __shared__ float memory[32];
   const float scale = *scale_in;
   const int64_t n = rows * cols, tiles = (n + kTile - 1) / kTile;
@@ -72,7 +73,9 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class T, bool kAligned>
-__global__ void __launch_bounds__(kThreads) find_amax(const T* x, int64_t n, float* amax, bool alone) {
+__global__ void __launch_bounds__(kThreads)
+    find_amax(const T* x, int64_t n, const __grid_constant__ Seen out) {
+  after_earlier_kernels();
   __shared__ float memory[32];
   float seen = 0.0f;
   const int64_t tiles = (n + kTile - 1) / kTile;
@@ -80,12 +83,13 @@ __global__ void __launch_bounds__(kThreads) find_amax(const T* x, int64_t n, flo
     for_tile<kAligned>(x, tile, n, [&](const Chunk& chunk, int64_t) { seen = amax_of(chunk, seen); });
   }
   seen = block_max(seen, memory);
-  if (threadIdx.x == 0) alone ? void(*amax = seen) : raise(amax, seen);
+  if (threadIdx.x == 0) tell_amax(out, seen);
 }
 
 template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     cast_by_amax(const T* x, uint8_t* q, int64_t n, const float* amax, float* scale_inv, bool power_2) {
+  after_earlier_kernels();
   const float scale = scale_for(*amax, F::max(), power_2);
   if (blockIdx.x == 0 && threadIdx.x == 0) *scale_inv = 1.0f / scale;
   const int64_t tiles = (n + kTile - 1) / kTile;
@@ -103,6 +107,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class F, class T, bool kAligned, int kChunks>
 __global__ void __launch_bounds__(1024)
     quantize_row(const T* x, uint8_t* q, int64_t cols, float* scale_inv, bool power_2) {
+  after_earlier_kernels();
   __shared__ float memory[32];
   const T* from = x + blockIdx.x * cols;
   uint8_t* to = q + blockIdx.x * cols;
@@ -128,6 +133,7 @@ __global__ void __launch_bounds__(1024)
 template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(1024)
     quantize_long_row(const T* x, uint8_t* q, int64_t cols, float* scale_inv, bool power_2) {
+  after_earlier_kernels();
   __shared__ float memory[32];
   const T* from = x + blockIdx.x * cols;
   uint8_t* to = q + blockIdx.x * cols;
@@ -149,25 +155,28 @@ __global__ void __launch_bounds__(1024)
 template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     quantize_segments(const T* x, uint8_t* q, int64_t rows, int64_t cols, float* scale_inv, bool power_2) {
+  after_earlier_kernels();
   constexpr int kLanes = kBlock / kChunk, kGroups = kThreads / kLanes;
-  const int64_t per_row = (cols + kBlock - 1) / kBlock, segments = rows * per_row;
+  const auto per_row = static_cast<uint32_t>((cols + kBlock - 1) / kBlock);
   const int lane = threadIdx.x % kLanes;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kGroups * kUnroll + threadIdx.x / kLanes;
+  const Steps first(blockIdx.x * kGroups * kUnroll + threadIdx.x / kLanes, kGroups, per_row);
+  const auto element = [&](const Steps& of) {
+    return static_cast<int64_t>(of.column()) * kBlock + lane * kChunk;
+  };
   Chunk chunk[kUnroll];
+  Steps segment = first;
 #pragma unroll
-  for (int i = 0; i < kUnroll; ++i) {
-    const int64_t segment = first + i * kGroups;
-    const int64_t row = segment / per_row, at = segment % per_row * kBlock + lane * kChunk;
-    chunk[i] = load_chunk<kAligned>(x + row * cols, segment < segments ? at : cols, cols);
+  for (int i = 0; i < kUnroll; ++i, segment.next()) {
+    chunk[i] =
+        load_chunk<kAligned>(x + segment.row() * cols, segment.row() < rows ? element(segment) : cols, cols);
   }
+  segment = first;
 #pragma unroll
-  for (int i = 0; i < kUnroll; ++i) {
-    const int64_t segment = first + i * kGroups;
-    const int64_t row = segment / per_row, at = segment % per_row * kBlock + lane * kChunk;
+  for (int i = 0; i < kUnroll; ++i, segment.next()) {
     const float scale = scale_for(lanes_max<kLanes>(amax_of(chunk[i], 0.0f)), F::max(), power_2);
-    if (segment >= segments) continue;
-    if (lane == 0) scale_inv[segment] = 1.0f / scale;
-    store_chunk<kAligned>(encode_chunk<F>(chunk[i], scale), q + row * cols, at, cols);
+    if (segment.row() >= rows) continue;
+    if (lane == 0) scale_inv[segment.row() * per_row + segment.column()] = 1.0f / scale;
+    store_chunk<kAligned>(encode_chunk<F>(chunk[i], scale), q + segment.row() * cols, element(segment), cols);
   }
 }
 
@@ -175,6 +184,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     quantize_square(const T* x, uint8_t* q, int64_t rows, int64_t cols, float* scale_inv, bool power_2) {
+  after_earlier_kernels();
   __shared__ float memory[32];
   constexpr int kLanes = kBlock / kChunk, kRows = kThreads / kLanes, kPasses = kBlock / kRows;
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x % kLanes * kChunk;
@@ -246,14 +256,13 @@ Pair quantize_current(const Tensor& x_in, ScalarType dtype, bool power_2) {
   Tensor q = quantized_like(x, dtype), scale_inv = empty(x, {}, ScalarType::Float);
   const Tensor amax = empty(x, {}, ScalarType::Float);
   const int blocks = blocks_for(n, device);
-  if (blocks > 1) set_zero(amax.data_ptr(), sizeof(float), device.stream());
+  const Seen out = prepared({data<float>(amax), true}, blocks, device, x);
   with_types(dtype, x, n, [&](auto fmt, auto elem, auto fast) {
     using F = typename decltype(fmt)::type;
     using T = typename decltype(elem)::type;
-    launch(find_amax<T, fast.value>, blocks, kThreads, 0, device.stream(), data<T>(x), n, data<float>(amax),
-           blocks == 1);
-    launch(cast_by_amax<F, T, fast.value>, blocks, kThreads, 0, device.stream(), data<T>(x), data<uint8_t>(q),
-           n, data<float>(amax), data<float>(scale_inv), power_2);
+    launch_early(find_amax<T, fast.value>, blocks, kThreads, 0, device.stream(), data<T>(x), n, out);
+    launch_early(cast_by_amax<F, T, fast.value>, blocks, kThreads, 0, device.stream(), data<T>(x),
+                 data<uint8_t>(q), n, data<float>(amax), data<float>(scale_inv), power_2);
   });
   return {q, scale_inv};
 }
@@ -268,8 +277,8 @@ void quantize_rows(const Tensor& x, const Tensor& q, const Tensor& scale_inv, bo
   const int64_t cols = x.size(1), chunks = ceil_over(cols, kChunk);
   const auto rows = static_cast<unsigned>(x.size(0));
   const auto run = [&](auto kernel, int each) {
-    launch(kernel, rows, row_threads(chunks, each), 0, stream, data<T>(x), data<uint8_t>(q), cols,
-           data<float>(scale_inv), power_2);
+    launch_early(kernel, rows, row_threads(chunks, each), 0, stream, data<T>(x), data<uint8_t>(q), cols,
+                 data<float>(scale_inv), power_2);
   };
   if (chunks <= 128) return run(quantize_row<F, T, kAligned, 1>, 1);
   if (chunks <= 512) return run(quantize_row<F, T, kAligned, 2>, 2);
@@ -306,8 +315,8 @@ Pair quantize_block(const Tensor& x_in, ScalarType dtype, int64_t block_rows, bo
     using F = typename decltype(fmt)::type;
     using T = typename decltype(elem)::type;
     const auto run = [&](auto kernel, dim3 grid) {
-      launch(kernel, grid, kThreads, 0, device.stream(), data<T>(x), data<uint8_t>(q), rows, cols,
-             data<float>(scale_inv), power_2);
+      launch_early(kernel, grid, kThreads, 0, device.stream(), data<T>(x), data<uint8_t>(q), rows, cols,
+                   data<float>(scale_inv), power_2);
     };
     constexpr int kPerBlock = kThreads / (kBlock / kChunk) * kUnroll;
     if (block_rows == 1) {
@@ -323,17 +332,17 @@ Pair quantize_block(const Tensor& x_in, ScalarType dtype, int64_t block_rows, bo
 
 }  // namespace
 
-void cast_plain(const Tensor& x_in, const Tensor& scale, const Tensor& q, const Seen& out,
+void cast_plain(const Tensor& x_in, const Tensor& scale, const Tensor& q, const Seen& told,
                 const OnDevice& device) {
   const Tensor x = dense(x_in);
   const int64_t n = x.numel(), rows = x.dim() == 2 ? x.size(0) : 1, cols = rows == 0 ? 0 : n / rows;
   const int blocks = blocks_for(n, device);
-  prepare(out, blocks, device);
+  const Seen out = prepared(told, blocks, device, x);
   with_types(q.scalar_type(), x, n, [&](auto fmt, auto elem, auto fast) {
     using F = typename decltype(fmt)::type;
     using T = typename decltype(elem)::type;
-    launch(cast_amax<F, T, fast.value>, blocks, kThreads, 0, device.stream(), data<T>(x), data<uint8_t>(q),
-           rows, cols, data<float>(scale), out);
+    launch_early(cast_amax<F, T, fast.value>, blocks, kThreads, 0, device.stream(), data<T>(x),
+                 data<uint8_t>(q), rows, cols, data<float>(scale), out);
   });
 }
 

@@ -55,15 +55,35 @@ __device__ __forceinline__ void for_chunks(int64_t n, const F& f) {
   for (int64_t at = static_cast<int64_t>(threadIdx.x) * kChunk; at < n; at += step) f(at);
 }
 
+// Pieces that are numbered row by row, `per_row` of them in each, at equal steps. Where a step leads is
+// divided once, in 32 bits: a 64-bit division for each piece would cost more than what is done with it.
+class Steps {
+ public:
+  __device__ __forceinline__ Steps(uint32_t first, uint32_t step, uint32_t per_row)
+      : row_(first / per_row),
+        column_(first % per_row),
+        down_(step / per_row),
+        across_(step % per_row),
+        per_row_(per_row) {}
+  __device__ __forceinline__ int64_t row() const { return row_; }
+  __device__ __forceinline__ uint32_t column() const { return column_; }
+  __device__ __forceinline__ void next() {
+    row_ += down_, column_ += across_;
+    if (column_ >= per_row_) column_ -= per_row_, ++row_;
+  }
+
+ private:
+  int64_t row_;
+  uint32_t column_, down_, across_, per_row_;
+};
+
 // f(row, first element of the chunk) over the chunks of a [rows, n] matrix, by all blocks, of kRowThreads
 // each.
 template <class F>
 __device__ __forceinline__ void for_all_chunks(int64_t rows, int64_t n, const F& f) {
-  const int64_t per_row = (n + kChunk - 1) / kChunk, chunks = rows * per_row;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x; i < chunks;
-       i += static_cast<int64_t>(gridDim.x) * kRowThreads) {
-    f(i / per_row, i % per_row * kChunk);
-  }
+  Steps at(blockIdx.x * kRowThreads + threadIdx.x, gridDim.x * kRowThreads,
+           static_cast<uint32_t>((n + kChunk - 1) / kChunk));
+  for (; at.row() < rows; at.next()) f(at.row(), static_cast<int64_t>(at.column()) * kChunk);
 }
 
 __device__ __forceinline__ float sum_of_squares(const Chunk& x, float sum) {

@@ -1,5 +1,9 @@
-// sample: logits become one token each, after temperature, top_k, top_p and min_p; a block per row, in one
-// launch.
+// sample: logits become one token each, after temperature, top_k, top_p and min_p.
+//
+// Short rows have a block each, in one launch. A long row is read by up to 16 blocks first, each of which has
+// a part of it: one launch finds the largest logit, the next weighs every token, as the first level of a
+// search. Then one block goes on. How a row is divided, and thereby the order of its sums, depends on its
+// length alone.
 //
 // Nothing is sorted. top_k and top_p each end at a border: a logit and, among equal ones, how many by their
 // ids. To find it the distance from the largest logit, in steps of FP32, is cut into 16 bins with a count and
@@ -16,7 +20,9 @@
 // A row without filters is read twice: largest logit, draw. The first level of a search is one more read,
 // which top_k and top_p share, and the second one more for each; in it every thread keeps what lies in the
 // bin, and the levels after it read that. So top_k or top_p makes 4 reads and both 5, and sixteenths of one.
-// The draw weighs what is kept, the first level of top_p every token.
+// The draw weighs what is kept, the first level of top_p every token. In parts both of these reads, and the
+// one that finds the largest logit, are shared; then a row without filters is read once more, where its token
+// is.
 #include <torch/csrc/stable/library.h>
 
 #include <cmath>
@@ -31,6 +37,9 @@ constexpr int kThreads = 512;
 constexpr uint32_t kBins = 16;
 constexpr uint32_t kAny = 0xffffffffu;
 
+// What a block found in its part of a row.
+struct Part;
+
 struct Draws {
   const float* logits;  // [rows, vocab]
   const double* temperature;
@@ -40,6 +49,11 @@ struct Draws {
   float* members;  // [rows, stride]: what the threads keep of a row during a search
   uint32_t vocab;
   int64_t stride;
+  Part* parts;  // [rows, kBins]; null: every row is one
+  int parted;   // a part is 2^parted tokens
+
+  __device__ bool is_few(int64_t row) const { return top_k[row] > 0 && top_k[row] < vocab; }
+  __device__ bool is_filtered(int64_t row) const { return is_few(row) || top_p[row] < 1.0; }
 };
 
 // --- weights
@@ -85,12 +99,17 @@ __device__ __forceinline__ Bin operator+(const Bin& a, const Bin& b) {
   return {a.mass + b.mass, a.count + b.count};
 }
 
+struct Part {
+  int largest, depth;  // as those of a row
+  Bin bins[kBins];     // of a filtered row: the first level of its searches; else all mass is in the first
+};
+
 // Positions [begin, last], in bins of 2^shift.
 struct Span {
   uint32_t begin, last;
   int shift;
 };
-__device__ __forceinline__ Span span_of(uint32_t begin, uint32_t last) {
+__host__ __device__ __forceinline__ Span span_of(uint32_t begin, uint32_t last) {
   int shift = 0;
   while ((last - begin) >> shift >= kBins) ++shift;
   return {begin, last, shift};
@@ -197,35 +216,109 @@ struct Shared {
   Bin first[kBins], bins[kBins];
   Place place;
   Border border;
-  int largest, depth;  // keys of the largest logit, and of the largest -x where x is not -inf
+  int largest, depth;
 };
+
+// Keys of the largest logit, and of the largest -x where x is not -inf.
+struct Range {
+  int largest, depth;
+};
+
+// f(id, logit) for the tokens [first, last] that this thread has.
+template <bool kAligned, class F>
+__device__ __forceinline__ void for_tokens(const float* logits, uint32_t vocab, uint32_t first, uint32_t last,
+                                           const F& f) {
+  for (uint32_t at = first / kChunk * kChunk + threadIdx.x * kChunk; at <= last; at += blockDim.x * kChunk) {
+    const Chunk chunk = load_chunk<kAligned>(logits, at, vocab);
+#pragma unroll
+    for (uint32_t i = 0; i < kChunk; ++i) {
+      if (at + i >= first && at + i <= last) f(at + i, chunk.value[i]);
+    }
+  }
+}
+
+// The range of the tokens [first, last] of the block's row.
+template <bool kAligned>
+__device__ Range find_range(const Draws& draws, Shared& shared, uint32_t first, uint32_t last) {
+  const float* logits = draws.logits + static_cast<int64_t>(blockIdx.x) * draws.vocab;
+  float largest = -INFINITY, depth = -INFINITY;
+  for_tokens<kAligned>(logits, draws.vocab, first, last, [&](uint32_t, float x) {
+    largest = fmaxf(largest, x);
+    if (x > -INFINITY) depth = fmaxf(depth, -x);
+  });
+  if (threadIdx.x == 0) shared.largest = shared.depth = key_of(-INFINITY);
+  __syncthreads();
+  largest = lanes_max<32>(largest), depth = lanes_max<32>(depth);
+  if (threadIdx.x % 32 == 0) atomicMax(&shared.largest, key_of(largest));
+  if (threadIdx.x % 32 == 0) atomicMax(&shared.depth, key_of(depth));
+  __syncthreads();
+  return {shared.largest, shared.depth};
+}
+
+// The parts of a row are the bins of the first level of a draw.
+__host__ __device__ __forceinline__ uint32_t count_of_parts(uint32_t vocab) {
+  const Span whole = span_of(0, vocab - 1);
+  return (whole.last >> whole.shift) + 1;
+}
+__device__ __forceinline__ Span tokens_of_part(const Draws& draws) {
+  const uint32_t begin = blockIdx.y << draws.parted;
+  return {begin, min(draws.vocab - 1, begin + (1u << draws.parted) - 1), 0};
+}
+
+// The range of the block's row, from its parts.
+__device__ __forceinline__ Range range_of_parts(const Draws& draws) {
+  const Part* parts = draws.parts + blockIdx.x * kBins;
+  Range all{parts[0].largest, parts[0].depth};
+  for (uint32_t p = 1; p < count_of_parts(draws.vocab); ++p) {
+    all = {max(all.largest, parts[p].largest), max(all.depth, parts[p].depth)};
+  }
+  return all;
+}
 
 template <bool kAligned>
 class Row {
  public:
-  __device__ Row(const Draws& draws, Shared& shared)
+  // Of its row, which a range is known of.
+  __device__ Row(const Draws& draws, Shared& shared, const Range& range)
       : logits_(draws.logits + static_cast<int64_t>(blockIdx.x) * draws.vocab),
         members_(draws.members + blockIdx.x * draws.stride + threadIdx.x),
         vocab_(draws.vocab),
         shared_(shared),
         column_(dynamic_shared()),
-        largest_(find_largest()),
-        weight_(logit_of(largest_), draws.temperature[blockIdx.x]) {}
+        range_(range),
+        weight_(logit_of(range.largest), draws.temperature[blockIdx.x]),
+        parts_(draws.parts == nullptr ? nullptr : draws.parts + blockIdx.x * kBins),
+        weigh_(draws.top_p[blockIdx.x] < 1.0) {}
 
   __device__ Border everything() const { return {kLowest, 0, 0.0, 0.0}; }
 
   // The border of the `top_k` largest and, of these, the first that have `top_p` of their mass.
   __device__ Border filtered(uint32_t top_k, double top_p) {
-    weigh_ = top_p < 1.0;
-    const Span whole = distances();
-    column_.clear();
-    for_tokens(0, vocab_ - 1, [&](uint32_t, float x) { take(x, whole); });
-    column_.gather(shared_.first);
+    parts_ == nullptr ? count_distances(0, vocab_ - 1, shared_.first) : add_parts();
     Border border = everything();
     border.mass = mass_of(shared_.first);
     if (top_k < vocab_) border = search({INFINITY, top_k});
     if (weigh_) border = search({top_p * border.mass, top_k});
     return border;
+  }
+
+  // The first level of both searches, for the tokens [first, last].
+  __device__ void count_distances(uint32_t first, uint32_t last, Bin* bins) {
+    const Span whole = distances();
+    column_.clear();
+    for_tokens(first, last, [&](uint32_t, float x) { take(x, whole); });
+    column_.gather(bins);
+  }
+
+  // The first level of a draw from everything, for the tokens [first, last] as one bin.
+  __device__ void weigh_all(uint32_t first, uint32_t last, double min_p, Bin* bins) {
+    const double least = fmin(min_p, 1.0);
+    column_.clear();
+    for_tokens(first, last, [&](uint32_t, float x) {
+      const double weight = weight_(x);
+      if (weight >= least) column_.add(0, weight, 0);
+    });
+    column_.gather(bins);
   }
 
   // The token at `uniform` of the cumulative distribution: always one that weighs something.
@@ -235,16 +328,22 @@ class Row {
     const uint32_t room = tie > 0.0 ? border.room : 0;  // what weighs nothing is not drawn
     Place at{span_of(0, vocab_ - 1), {0.0, 0}, {0.0, 0}};
     Goal goal{-1.0, kAny};
+    bool known = parts_ != nullptr && border.key == kLowest;  // the first level of a draw from everything
     do {
-      column_.clear();
-      for_tokens(at.span.begin, at.span.last, [&](uint32_t id, float x) {
-        const int key = key_of(x);
-        if (key < border.key) return;
-        const double weight = key > border.key ? weight_(x) : 0.0;
-        const bool equal = key == border.key;
-        if (equal || weight >= least) column_.add((id - at.span.begin) >> at.span.shift, weight, equal);
-      });
-      column_.gather(shared_.bins);
+      if (known) {
+        take_parts();
+        known = false;
+      } else {
+        column_.clear();
+        for_tokens(at.span.begin, at.span.last, [&](uint32_t id, float x) {
+          const int key = key_of(x);
+          if (key < border.key) return;
+          const double weight = key > border.key ? weight_(x) : 0.0;
+          const bool equal = key == border.key;
+          if (equal || weight >= least) column_.add((id - at.span.begin) >> at.span.shift, weight, equal);
+        });
+        column_.gather(shared_.bins);
+      }
       if (threadIdx.x == 0) {
         keep_ties(room - at.before.count, tie);
         if (goal.mass < 0.0) goal.mass = more_than(uniform * mass_of(shared_.bins));
@@ -255,42 +354,38 @@ class Row {
   }
 
  private:
-  // f(id, logit) for the tokens [first, last] that this thread has.
   template <class F>
   __device__ __forceinline__ void for_tokens(uint32_t first, uint32_t last, const F& f) const {
-    for (uint32_t at = first / kChunk * kChunk + threadIdx.x * kChunk; at <= last;
-         at += blockDim.x * kChunk) {
-      const Chunk chunk = load_chunk<kAligned>(logits_, at, vocab_);
-#pragma unroll
-      for (uint32_t i = 0; i < kChunk; ++i) {
-        if (at + i >= first && at + i <= last) f(at + i, chunk.value[i]);
-      }
-    }
+    fp8serve::for_tokens<kAligned>(logits_, vocab_, first, last, f);
   }
 
-  __device__ int find_largest() {
-    float largest = -INFINITY, depth = -INFINITY;
-    for_tokens(0, vocab_ - 1, [&](uint32_t, float x) {
-      largest = fmaxf(largest, x);
-      if (x > -INFINITY) depth = fmaxf(depth, -x);
-    });
-    if (threadIdx.x == 0) shared_.largest = shared_.depth = key_of(-INFINITY);
+  // The first level of the searches, from the parts, in their order.
+  __device__ void add_parts() {
+    if (threadIdx.x < kBins) {
+      Bin sum{0.0, 0};
+      for (uint32_t p = 0; p < count_of_parts(vocab_); ++p) sum = sum + parts_[p].bins[threadIdx.x];
+      shared_.first[threadIdx.x] = sum;
+    }
     __syncthreads();
-    largest = lanes_max<32>(largest), depth = lanes_max<32>(depth);
-    if (threadIdx.x % 32 == 0) atomicMax(&shared_.largest, key_of(largest));
-    if (threadIdx.x % 32 == 0) atomicMax(&shared_.depth, key_of(depth));
+  }
+
+  // The first level of a draw, whose bins the parts are.
+  __device__ void take_parts() {
+    if (threadIdx.x < kBins) {
+      const bool is_there = threadIdx.x < count_of_parts(vocab_);
+      shared_.bins[threadIdx.x] = is_there ? parts_[threadIdx.x].bins[0] : Bin{0.0, 0};
+    }
     __syncthreads();
-    return shared_.largest;
   }
 
   // From the largest logit down to the smallest that is not -inf.
   __device__ Span distances() const {
-    return span_of(0, static_cast<uint32_t>(largest_) + static_cast<uint32_t>(shared_.depth));
+    return span_of(0, static_cast<uint32_t>(range_.largest) + static_cast<uint32_t>(range_.depth));
   }
 
   // Into its bin with a logit, if it lies in the span.
   __device__ __forceinline__ bool take(float x, const Span& span) {
-    const uint32_t at = static_cast<uint32_t>(largest_) - static_cast<uint32_t>(key_of(x)) - span.begin;
+    const uint32_t at = static_cast<uint32_t>(range_.largest) - static_cast<uint32_t>(key_of(x)) - span.begin;
     if (!(x > -INFINITY) || at > span.last - span.begin) return false;
     column_.add(at >> span.shift, weigh_ ? weight_(x) : 0.0, 1);
     return true;
@@ -307,7 +402,7 @@ class Row {
       at = next(shared_.bins, at, goal);
     }
     if (threadIdx.x == 0) {
-      const int key = static_cast<int>(static_cast<uint32_t>(largest_) - at.span.last);
+      const int key = static_cast<int>(static_cast<uint32_t>(range_.largest) - at.span.last);
       shared_.border = border_at(at, key, weight_(logit_of(key)), goal);
     }
     __syncthreads();
@@ -352,23 +447,53 @@ class Row {
   uint32_t vocab_;
   Shared& shared_;
   Column column_;
-  int largest_;
+  Range range_;
   Weights weight_;
-  bool weigh_ = true;
+  const Part* parts_;
+  bool weigh_;  // top_p is wanted
 };
+
+// A block for each part of each row: blockIdx.y, blockIdx.x.
+template <bool kAligned>
+__global__ void __launch_bounds__(kThreads) find_ranges(const __grid_constant__ Draws draws) {
+  after_earlier_kernels();
+  __shared__ Shared shared;
+  const Span tokens = tokens_of_part(draws);
+  const Range range = find_range<kAligned>(draws, shared, tokens.begin, tokens.last);
+  Part& part = draws.parts[blockIdx.x * kBins + blockIdx.y];
+  if (threadIdx.x == 0) part.largest = range.largest, part.depth = range.depth;
+}
+
+template <bool kAligned>
+__global__ void __launch_bounds__(kThreads) weigh_parts(const __grid_constant__ Draws draws) {
+  after_earlier_kernels();
+  __shared__ Shared shared;
+  const Span tokens = tokens_of_part(draws);
+  Row<kAligned> row(draws, shared, range_of_parts(draws));
+  Part& part = draws.parts[blockIdx.x * kBins + blockIdx.y];
+  draws.is_filtered(blockIdx.x)
+      ? row.count_distances(tokens.begin, tokens.last, part.bins)
+      : row.weigh_all(tokens.begin, tokens.last, draws.min_p[blockIdx.x], part.bins);
+}
 
 template <bool kAligned>
 __global__ void __launch_bounds__(kThreads) draw(const __grid_constant__ Draws draws) {
+  after_earlier_kernels();
   __shared__ Shared shared;
-  const int64_t top_k = draws.top_k[blockIdx.x];
-  const double top_p = draws.top_p[blockIdx.x];
-  Row<kAligned> row(draws, shared);
+  const Range range = draws.parts == nullptr ? find_range<kAligned>(draws, shared, 0, draws.vocab - 1)
+                                             : range_of_parts(draws);
+  Row<kAligned> row(draws, shared, range);
   Border border = row.everything();
-  const bool few = top_k > 0 && top_k < draws.vocab;
-  if (few || top_p < 1.0) border = row.filtered(few ? static_cast<uint32_t>(top_k) : kAny, top_p);
+  if (draws.is_filtered(blockIdx.x)) {
+    const bool few = draws.is_few(blockIdx.x);
+    border =
+        row.filtered(few ? static_cast<uint32_t>(draws.top_k[blockIdx.x]) : kAny, draws.top_p[blockIdx.x]);
+  }
   const uint32_t token = row.draw(border, draws.min_p[blockIdx.x], draws.uniform[blockIdx.x]);
   if (threadIdx.x == 0) draws.out[blockIdx.x] = token;
 }
+
+constexpr int64_t kShort = 8192;  // tokens of a row that is not parted
 
 // Threads for a row, and the floats that they keep of one.
 int threads_for(int64_t vocab) {
@@ -388,6 +513,9 @@ Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top
   const int threads = threads_for(vocab);
   const int64_t stride = kept_by(threads, vocab);
   const Tensor members = empty(logits, {rows, stride}, ScalarType::Float);
+  const bool parted = vocab > kShort;
+  const Tensor parts =
+      empty(logits, {parted ? rows * kBins * static_cast<int64_t>(sizeof(Part)) : 0}, ScalarType::Byte);
   const Draws draws{.logits = data<const float>(use[0]),
                     .temperature = data<const double>(use[1]),
                     .top_k = data<const int64_t>(use[2]),
@@ -397,10 +525,18 @@ Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top
                     .out = data<int64_t>(out),
                     .members = data<float>(members),
                     .vocab = static_cast<uint32_t>(vocab),
-                    .stride = stride};
+                    .stride = stride,
+                    .parts = parted ? reinterpret_cast<Part*>(data<uint8_t>(parts)) : nullptr,
+                    .parted = span_of(0, static_cast<uint32_t>(vocab - 1)).shift};
   const bool fast = vocab % kChunk == 0 && aligned(draws.logits, 16);
-  launch(fast ? draw<true> : draw<false>, static_cast<unsigned>(rows), threads, threads * kColumn,
-         device.stream(), draws);
+  if (parted) {
+    const dim3 grid(static_cast<unsigned>(rows), count_of_parts(draws.vocab));
+    launch_early(fast ? find_ranges<true> : find_ranges<false>, grid, threads, 0, device.stream(), draws);
+    launch_early(fast ? weigh_parts<true> : weigh_parts<false>, grid, threads, threads * kColumn,
+                 device.stream(), draws);
+  }
+  launch_early(fast ? draw<true> : draw<false>, static_cast<unsigned>(rows), threads, threads * kColumn,
+               device.stream(), draws);
   return out;
 }
 

@@ -7,7 +7,7 @@
 namespace fp8serve {
 
 // Of which size a tile is, is said in gemm_sm90.cu ...; `cublaslt`: none of ours, torch's product is faster.
-enum class Tile : int8_t { large, medium, small, cublaslt };
+enum class Tile : int8_t { large, medium, small, thin128, thin64, thin32, cublaslt };
 
 struct TileChoice {
   Tile tile;

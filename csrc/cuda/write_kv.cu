@@ -28,6 +28,7 @@ struct Write {
 // U: the cache's element, or its format.
 template <class T, class U, bool kFp8, bool kAligned>
 __global__ void __launch_bounds__(kThreads) write_rows(const __grid_constant__ Write w) {
+  after_earlier_kernels();
   const int64_t slot = w.slots[blockIdx.x];
   if (slot < 0 || slot >= w.capacity) return;
   const Side& side = w.side[blockIdx.y];
@@ -49,8 +50,8 @@ void run(const Write& w, ScalarType from, ScalarType to, int64_t tokens, bool fa
   const auto go = [&](auto elem, auto target, auto fp8) {
     using T = typename decltype(elem)::type;
     using U = typename decltype(target)::type;
-    launch(fast ? write_rows<T, U, fp8.value, true> : write_rows<T, U, fp8.value, false>, grid, kThreads, 0,
-           stream, w);
+    launch_early(fast ? write_rows<T, U, fp8.value, true> : write_rows<T, U, fp8.value, false>, grid,
+                 kThreads, 0, stream, w);
   };
   with_element(from, [&](auto elem) {
     if (is_fp8(to)) {

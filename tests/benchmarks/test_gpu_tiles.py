@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import gpu_tiles
 from benchmarks.gpu_tiles import CHIPS, HEADER, SHAPES, TileChoice, TileEntry, chosen
+from fp8serve.fp8.selfcheck.candidates import TILES
 
 ODD = [(1, 1, 16), (65, 48, 64), (100, 5120, 2048), (777, 11008, 4096), (3000, 3000, 3000), (1 << 20, 128, 1 << 18)]
 
@@ -15,7 +16,7 @@ LOOKUP = """
 #include "cuda/gemm_tiles.h"
 #include <cstdio>
 int main() {
-  const char* names[] = {"large", "medium", "small", "cublaslt"};
+  const char* names[] = {"large", "medium", "small", "thin128", "thin64", "thin32", "cublaslt"};
   int chip, inside, m, n, k;
   while (scanf("%d %d %d %d %d", &chip, &inside, &m, &n, &k) == 5) {
     const auto found = fp8serve::tile_for(chip, inside != 0, m, n, k);
@@ -54,7 +55,7 @@ def test_every_chip_has_a_table_and_says_where_it_is_from() -> None:
 def test_tiles_are_those_of_the_kernels() -> None:
     for number, chip in CHIPS.items():
         source = (HEADER.parent / f"gemm_sm{number}.cu").read_text()
-        assert {name for name in ("large", "medium", "small") if f"Tile::{name};" in source} == set(chip.tiles)
+        assert {name for name in TILES if f"Tile::{name};" in source} == set(chip.tiles)
         for rows, columns, _ in chip.tiles.values():
             assert f"using Tile = Shape<_{rows}, _{columns}, _128>;" in source
 
@@ -70,7 +71,7 @@ def test_the_fastest_tile_wins_and_refusals_do_not_count(blas: float, best: Tile
     def measure(inside: bool, m: int, n: int, k: int, choice: TileChoice) -> float:
         if choice.tile == "large":
             raise RuntimeError("kernel: is large, which does not multiply this here")
-        return {"medium": 2.0, "small": 1.0, "cublaslt": blas}[choice.tile] + abs(choice.swizzle - 2)
+        return {"medium": 2.0, "small": 1.0, "cublaslt": blas}.get(choice.tile, 3.0) + abs(choice.swizzle - 2)
 
     assert gpu_tiles.fastest(CHIPS[90], measure, False, 64, 64, 64).choice == best
 
@@ -101,3 +102,18 @@ def test_a_table_is_written_in_its_place_and_read_back() -> None:
     written = gpu_tiles.rewritten(text, tables)
     assert gpu_tiles.parsed(written) == tables
     assert gpu_tiles.rewritten(written, gpu_tiles.parsed(text)) == text
+
+
+def test_thin_tiles_are_predicted_for_few_rows_only() -> None:
+    """docs/cuda.md gives the first figure."""
+    cost = gpu_tiles.predicted(CHIPS[90])
+    small, thin = (cost(False, 64, 4096, 4096, TileChoice(tile, 1)) for tile in ("small", "thin64"))
+    assert round(thin / small, 1) == 0.3
+    with pytest.raises(RuntimeError, match="thin tiles take at most 128 rows"):
+        cost(False, 129, 4096, 4096, TileChoice("thin128", 1))
+    entries = gpu_tiles.table(CHIPS[90], cost)
+    rows = {(m, n) for _, m, n, _, choice in entries if gpu_tiles.is_thin(choice.tile)}
+    assert {m for m, _ in rows} == {32, 64, 128}
+    assert not any(gpu_tiles.is_thin(entry.choice.tile) for entry in entries if entry.inside)
+    text = (HEADER.parent / "gemm.h").read_text()
+    assert f"kThinRows = {gpu_tiles.THIN_ROWS};" in text

@@ -10,7 +10,7 @@ import fcntl
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -93,7 +93,8 @@ class Emulator:
         torch.ops.load_library(str(library))
         self.ops = torch.ops.fp8serve_emulated
         self._library = ctypes.CDLL(str(library))
-        self._library.emulator_met.restype = self._library.emulator_launches.restype = ctypes.c_char_p
+        for told in ("met", "launches", "launch_impatient"):
+            getattr(self._library, f"emulator_{told}").restype = ctypes.c_char_p
         self._declared, self._kernels = shared_memory(library), functions(library)
         for memory in self._declared.values():
             self._library.emulator_declare(*map(ctypes.c_size_t, memory))
@@ -105,6 +106,10 @@ class Emulator:
     def run_backwards(self, backwards: bool) -> None:
         """Whether the last thread of a block runs first."""
         self._library.emulator_run_backwards(ctypes.c_bool(backwards))
+
+    def capture(self, capturing: bool) -> None:
+        """Whether launches are captured as a graph from now on."""
+        self._library.emulator_capture(ctypes.c_bool(capturing))
 
     def leave_out(self, site: str) -> None:
         """No kernel obeys the barrier or wait at "file.cu:line" from now on; "": all are obeyed."""
@@ -118,12 +123,33 @@ class Emulator:
         """What was launched since the last call, in order: the kernel, and the bytes of shared memory that its block
         has, declared and dynamic. Memory that is set to zero is a launch, too, "memset"."""
         found = []
-        for line in self._library.emulator_launches().decode().splitlines():
-            at, dynamic = line.split()
-            kernel = self._kernels[int(at, 16)] if int(at, 16) else "memset"
+        for kernel, dynamic, _, _ in self._launched():
             declared = sum(size for name, (_, size) in self._declared.items() if name.rpartition("::")[0] == kernel)
-            found.append((kernel, declared + int(dynamic)))
+            found.append((kernel, declared + dynamic))
         return found
+
+    def starts(self) -> list[tuple[str, bool]]:
+        """As `launches`, each with whether it may begin before the launches before it have ended."""
+        return [(kernel, early) for kernel, _, early, _ in self._launched()]
+
+    def blocks(self) -> list[int]:
+        """As `launches`, the number of blocks of each."""
+        return [blocks for *_, blocks in self._launched()]
+
+    def _launched(self) -> Iterator[tuple[str, int, bool, int]]:
+        for line in self._library.emulator_launches().decode().splitlines():
+            at, dynamic, early, blocks = line.split()
+            yield self._kernels[int(at, 16)] if int(at, 16) else "memset", int(dynamic), early == "1", int(blocks)
+
+    def launch_impatient(self) -> str:
+        """What is said of a kernel that is launched early and never waits for those before it."""
+        return str(self._library.emulator_launch_impatient().decode())
+
+    def write_earlier(self, written: Sequence[torch.Tensor]) -> None:
+        """From now on, as if these had been written before each early kernel by another, for which it has to wait."""
+        self._library.emulator_wrote_earlier(None, ctypes.c_size_t(0))
+        for memory in (tensor.untyped_storage() for tensor in written if tensor.numel()):
+            self._library.emulator_wrote_earlier(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes()))
 
     def mma(self, name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """A warp's product by an instruction; by lane: a int32 [32, 4], b int32 [32, 2], the result FP32 [32, 4]."""

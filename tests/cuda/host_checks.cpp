@@ -4,6 +4,7 @@
 
 #include "cuda/chips.h"
 #include "cuda/descriptor.h"
+#include "cuda/early.h"
 #include "cuda/shared_memory.h"
 
 namespace {
@@ -47,6 +48,25 @@ void shared_memory() {
   expect(launches(memory, &sample, 48 * 1024), "exactly 48 KiB beside what is declared");
 }
 
+struct Chip {
+  static inline int current = 0, asked = 0;
+  static int device() { return current; }
+  static int virtual_architecture(const void* kernel) { return ++asked, *static_cast<const int*>(kernel); }
+};
+
+void early_launches() {
+  using fp8serve::gemm_switches;
+  fp8serve::EarlyLaunches<Chip> launches;
+  const int hopper = 90, blackwell = 120, ada = 89;
+  expect(launches.possible(&hopper) && launches.possible(&blackwell), "code that waits");
+  expect(!launches.possible(&ada), "Ada's code does not, on whatever chip the driver compiled it for");
+  expect(launches.possible(&hopper) && Chip::asked == 3, "a kernel is looked at once");
+  Chip::current = 1;
+  expect(launches.possible(&hopper) && Chip::asked == 4, "on every device");
+  expect(gemm_switches.turn_off("overlap") && !launches.possible(&hopper), "unless they are off");
+  expect(gemm_switches.turn_off("") && launches.possible(&hopper), "and on again");
+}
+
 void chips() {
   using fp8serve::family_of, fp8serve::runs_on;
   expect(family_of(103) == 100 && family_of(121) == 120 && family_of(90) == 90, "families");
@@ -69,6 +89,7 @@ void descriptors() {
 
 int main() {
   shared_memory();
+  early_launches();
   chips();
   descriptors();
   return failures;

@@ -4,6 +4,9 @@
 
 `as-they-are`: every kernel, in both orders of a block's threads; a race ends the process with a report. `left-out`: the
 kernels that come to a barrier or wait, without it, for each of them; a line for each says how that was found.
+
+Every launch that can be is early, on a GPU like sm_120, and what it gets is as if an earlier kernel had written it: a
+kernel that reads before it has waited for that one has a race, too.
 """
 
 import os
@@ -16,11 +19,13 @@ from typing import Any
 import torch
 
 from fp8serve.fp8.ops import cases
+from fp8serve.fp8.selfcheck.agreement import tensors
 from tests.csrc.test_sample import arguments
 from tests.cuda import emulated
 from tests.cuda.conftest import Kernels
 from tests.cuda.test_attention import Paged
 from tests.cuda.test_gemm import assert_within_accumulation, operands
+from tests.cuda.test_sample import NEUTRAL, assert_drawn
 
 THREAD_SANITIZER = emulated.Build("emulator-races", ["-O1", "-g1", "-fsanitize=thread"])
 # Of the ops whose cases are small: one case with each of these words in its name, or the first. A barrier is left out
@@ -37,13 +42,19 @@ WORDS: dict[str, tuple[str, ...]] = {
     "quantize_current": ("(False,)",),
     "quantize_rowwise": ("(False,)",),
     "quantize_transpose": ("tiles 64x256",),
+    "rms_norm": ("",),
     "rms_norm_backward": ("torch.float32 (5, 70)",),
     "rms_norm_quantize": ("(33, 300)",),
+    "rotary": ("",),
+    "rotary_write_kv": ("",),
+    "silu_mul": ("",),
     "transpose_fp8": ("",),
     "watched_mm_add": ("(1, 40, 1200) tensor torch.bfloat16", "(33, 16, 144) row torch.bfloat16"),
     "write_kv": ("",),
 }
 RACE, WRONG, STUCK = 66, 65, 64  # how a process ends; the first by ThreadSanitizer's own choice
+CHIP = (120, 4, 99 * 1024)
+LONG, RESIDUAL = torch.ones(2, 32776), torch.ones(70, 72)
 Run = tuple[str, Callable[[Kernels], Any]]
 
 
@@ -53,13 +64,37 @@ def runs() -> Iterator[Run]:
         for word in words:
             case = next(case for case in cases(op) if word in case.name)
             yield f"{op} {case.name}", lambda kernels, op=op, case=case: getattr(kernels.ops, op)(*case.make())
-    yield "sample", lambda kernels: kernels.run("sample", *arguments(5000, 3, 5000, True))
+    yield (
+        "quantize_rowwise, long rows",
+        lambda kernels: kernels.run("quantize_rowwise", LONG, torch.float8_e4m3fn, False),
+    )
+    for vocab in (5000, 8200):  # in one block, and in parts
+        yield f"sample of {vocab}", lambda kernels, vocab=vocab: draw(kernels, vocab)
     for rows, k in ((5, 1200), (70, 656)):  # the skinny kernel, by two teams, and the tiles of mma
         for by in ("tensor", "1x128"):
             yield f"scaled_mm {rows} rows, {by}", partial(multiply, rows=rows, k=k, by=by)
-    yield "paged_attention FP32", lambda kernels: attend(kernels, torch.float32, 20)
+    yield "scaled_mm_add by mma", lambda kernels: kernels.run("scaled_mm_add", *operands(70, 72, 64), None, RESIDUAL)
+    yield "grouped_mm of a few rows", multiply_experts
+    yield "paged_attention FP32", lambda kernels: attend(kernels, torch.float32, 20, keys=600)
     for dtype in (torch.bfloat16, torch.float8_e4m3fn):
         yield f"paged_attention {dtype}", lambda kernels, dtype=dtype: attend(kernels, dtype, 32)
+
+
+class AfterOthers:
+    """The ops, whose arguments an earlier kernel wrote."""
+
+    def __init__(self, gpu: emulated.Emulator) -> None:
+        self._gpu = gpu
+
+    def __getattr__(self, op: str) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            self._gpu.write_earlier(tensors(*arguments))
+            try:
+                return getattr(self._gpu.ops, op)(*arguments)
+            finally:
+                self._gpu.write_earlier([])
+
+        return run
 
 
 def multiply(kernels: Kernels, rows: int, k: int, by: str) -> None:
@@ -68,11 +103,27 @@ def multiply(kernels: Kernels, rows: int, k: int, by: str) -> None:
     assert_within_accumulation(found, a, b, a_scale, b_scale)
 
 
-def attend(kernels: Kernels, dtype: torch.dtype, dim: int) -> None:
+def draw(kernels: Kernels, vocab: int) -> None:
+    """With filters, which bring a row to every barrier of a search, and without."""
+    args = arguments(vocab, 3, vocab, True)
+    assert_drawn(kernels.run("sample", *args), args)
+    for place, neutral in NEUTRAL.items():
+        args[place].fill_(neutral)
+    assert_drawn(kernels.run("sample", *args), args)
+
+
+def multiply_experts(kernels: Kernels) -> None:
+    one, ends = torch.tensor(1.0), torch.tensor([2, 3], dtype=torch.int32)
+    a, b = (torch.ones(n, 1200).to(torch.float8_e4m3fn) for n in (3, 16))
+    found = kernels.run("grouped_mm", a, b.view(2, 8, 1200), one, torch.ones(2), ends, None, torch.bfloat16)
+    assert bool((found == 1200).all())
+
+
+def attend(kernels: Kernels, dtype: torch.dtype, dim: int, keys: int = 300) -> None:
     """A chunk of a prompt, and decoding over several segments."""
-    paged = Paged([300, 40], heads=4, kv_heads=2, dim=dim, dtype=dtype)
-    paged.attend(kernels, [(0, 270, 300), (1, 0, 40)])
-    paged.attend(kernels, [(0, 299, 300), (1, 39, 40)])
+    paged = Paged([keys, 40], heads=4, kv_heads=2, dim=dim, dtype=dtype)
+    paged.attend(kernels, [(0, keys - 30, keys), (1, 0, 40)])
+    paged.attend(kernels, [(0, keys - 1, keys), (1, 39, 40)])
 
 
 def say(what: str) -> None:
@@ -118,5 +169,7 @@ def how_found(gpu: emulated.Emulator, kernels: Kernels, site: str, run: Callable
 if __name__ == "__main__":
     torch.set_num_threads(1)
     emulator = emulated.Emulator(Path(emulated.build(THREAD_SANITIZER)))
-    {"as-they-are": as_they_are, "left-out": left_out}[sys.argv[1]](emulator, Kernels(emulator.ops, "cpu"))
+    emulator.be(*CHIP)
+    kernels = Kernels(AfterOthers(emulator), "cpu")
+    {"as-they-are": as_they_are, "left-out": left_out}[sys.argv[1]](emulator, kernels)
     say("DONE")

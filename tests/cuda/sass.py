@@ -19,6 +19,9 @@ EXPECTED = {"sm_89": "QMMA", "sm_90a": "QGMMA"}
 # A family's code (sm_100f) is listed under the chip's plain name.
 EXPECTED |= dict.fromkeys(("sm_100a", "sm_100"), "UTCQMMA") | dict.fromkeys(("sm_120a", "sm_120"), "QMMA")
 INSTRUCTION = re.compile(r"\b(UTCQMMA|QGMMA|QMMA|HGMMA|HMMA)\b")
+DIVISION = re.compile(r"__cuda_sm\d+_(div|rem)_s64")
+# Loads, stores and atomics of memory that other kernels see; not the arguments' (LDC) nor the block's own (LDS).
+ACCESS = re.compile(r"\b(LDG?|STG?|ATOMG?|RED|LDGSTS|UBLKCP|UTMALDG)\b[.\w]*")
 ARCHITECTURE = re.compile(r"arch = (sm_\w+)")
 PACKAGED = {"nvidia": "cu13/bin", "triton": "backends/nvidia/bin"}
 
@@ -49,6 +52,42 @@ def instructions(library: Path, tool: Path, arch: str) -> Counter[str]:
         for line in process.stdout or ():
             counts.update(INSTRUCTION.findall(line))
     return counts
+
+
+def long_divisions(binary: Path, tool: Path) -> set[str]:
+    """The sources whose kernels, on some architecture, divide integers of 64 bits with a sign, which takes a function.
+    The compiler itself divides without, once a thread, to know how often a loop runs that it unrolls. Sources that were
+    compiled without line numbers (CUTLASS's) are "".
+    """
+    found, source = set(), ""
+    command = [str(tool), "-elf", str(binary)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        for line in process.stdout or ():
+            if line.startswith("Fatbin"):
+                source = ""
+            elif named := re.match(r"identifier = (\S+)", line):
+                source = Path(named[1]).name
+            elif DIVISION.search(line):
+                found.add(source)
+    return found
+
+
+def early_accesses(binary: Path, tool: Path) -> dict[str, list[str]]:
+    """Of every function, over all architectures, that waits for earlier kernels: what it does to memory before that."""
+    path = {"PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}"}
+    found: dict[str, list[str]] = {}
+    function, before = "", []
+    with subprocess.Popen(
+        [str(tool), "-sass", str(binary)], stdout=subprocess.PIPE, text=True, env={**os.environ, **path}
+    ) as process:
+        for line in process.stdout or ():
+            if named := re.search(r"Function : (\S+)", line):
+                function, before = named[1], []
+            elif access := ACCESS.search(line):
+                before.append(access[0])
+            elif "ACQBULK" in line:
+                found[f"{function} {len(found)}"] = list(before)
+    return found
 
 
 def fused_in(binary: Path, tool: Path, kernel: str) -> dict[str, int]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fp8serve.fp8.ops import cases, reference
+from fp8serve.fp8.selfcheck.candidates import TILES
 from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, assert_fp8_equal, tame
 from tests.csrc.test_gemm import (
     E4M3,
@@ -158,7 +159,7 @@ def test_fp8_output_of_nan_and_of_nothing(kernels):
         kernels.run("scaled_mm_quantize", a, b, *rest, torch.tensor(1.0), BF16)
 
 
-NAMED = ("skinny", "mma", "large", "medium", "small")
+NAMED = ("skinny", "mma", *TILES)
 
 
 @pytest.mark.parametrize("shape", [(24, 64, 256), (300, 136, 400)])
@@ -182,7 +183,7 @@ def test_every_kernel_by_its_name(kernels, shape):
     if kernels.device == "cpu":
         assert answered <= {"skinny", "mma"}
     elif torch.cuda.get_device_capability()[0] >= 9:
-        assert answered & {"large", "medium", "small"}, "CUTLASS was not built in"
+        assert answered & set(TILES), "CUTLASS was not built in"
 
 
 def test_a_kernel_nobody_has(kernels):

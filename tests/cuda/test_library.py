@@ -72,8 +72,12 @@ def test_no_symbol_of_torchs_unstable_interface_is_needed(library):
     assert not re.search(r" cu[A-Z]\w+| cuda[A-Z]\w+", listing.stdout), "the driver is looked up, the runtime is inside"
 
 
-@built
-@pytest.mark.skipif(sass.cuobjdump() is None, reason="cuobjdump is not installed")
+disassembled = pytest.mark.skipif(
+    not BUILT or sass.cuobjdump() is None, reason="needs a build (make cuda) and cuobjdump"
+)
+
+
+@disassembled
 @pytest.mark.parametrize("library", BUILT, ids=lambda path: path.parent.name)
 def test_every_architecture_multiplies_in_fp8(library):
     tool = sass.cuobjdump()
@@ -81,6 +85,23 @@ def test_every_architecture_multiplies_in_fp8(library):
     assert found
     for arch in found:
         assert sass.instructions(library, tool, arch)[sass.EXPECTED[arch]] > 0, arch
+
+
+@disassembled
+@pytest.mark.parametrize("library", BUILT, ids=lambda path: path.parent.name)
+def test_no_elementwise_kernel_divides_integers_of_64_bits(library):
+    """The delayed update does once a state, and attention once a row, for its sink."""
+    found = sass.long_divisions(library, sass.cuobjdump())
+    assert "scaling.cu" in found, "this is how such divisions are known"
+    assert found <= {"", "scaling.cu", "attention.cu", "attention_mma.cu"}
+
+
+@disassembled
+@pytest.mark.parametrize("library", BUILT, ids=lambda path: path.parent.name)
+def test_kernels_touch_no_memory_before_they_have_waited_for_earlier_kernels(library):
+    found = sass.early_accesses(library, sass.cuobjdump())
+    assert bool(found) == any(arch != "sm_89" for arch in sass.architectures(library, sass.cuobjdump()))
+    assert {name: accesses for name, accesses in found.items() if accesses} == {}
 
 
 LOAD = """

@@ -14,7 +14,7 @@ import pytest
 
 from tests.cuda import emulated, race_run
 
-SITE = re.compile(r"__syncthreads\(\)|__syncwarp\(\)|copy_wait<[^>]+>\(\)")
+SITE = re.compile(r"__syncthreads\(\)|__syncwarp\(\)|copy_wait<[^>]+>\(\)|^ +after_earlier_kernels\(\)")
 OPTIONS = "ignore_noninstrumented_modules=1 halt_on_error=1 die_after_fork=0 history_size=7"
 
 

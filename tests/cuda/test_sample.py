@@ -1,10 +1,15 @@
-"""The draw of a token on the device: the reference's, but where the random number is within 1e-15 of a border."""
+"""The draw of a token on the device: the reference's, but where the random number is within 1e-15 of a border.
+
+Rows of more than 8192 tokens are shared by several blocks.
+"""
 
 import pytest
 import torch
 
 from fp8serve.fp8.ops import cases, reference, sampling
 from tests.csrc.test_sample import arguments, flat_rows, naive, on_borders, refused
+from tests.cuda import emulated
+from tests.cuda.conftest import kernels_on
 
 NEUTRAL = {2: 0, 3: 1.0, 4: 0.0}  # top_k, top_p, min_p, by their place among the arguments
 BELOW_1 = 1 - 2.0**-53
@@ -32,7 +37,7 @@ def test_tokens_are_the_references(kernels, vocab, ties):
 
 
 @pytest.mark.parametrize("alone", [*NEUTRAL, None])
-@pytest.mark.parametrize("vocab", [520, 1001])
+@pytest.mark.parametrize("vocab", [520, 1001, 8193])
 def test_each_filter_alone(kernels, vocab, alone):
     args = arguments(vocab, 20, vocab, True)
     for place, value in NEUTRAL.items():
@@ -47,10 +52,11 @@ def test_the_filters_mean_what_they_say(kernels):
     assert kernels.run("sample", *args).tolist() == expected
 
 
+@pytest.mark.parametrize("vocab", [300, 9001])
 @pytest.mark.parametrize("uniform", [0.0, 1e-300, 1e-12, 1 - 1e-12, BELOW_1])
-def test_random_numbers_at_both_ends(kernels, uniform):
+def test_random_numbers_at_both_ends(kernels, uniform, vocab):
     """Also there the token is one that was kept."""
-    *filters, _ = arguments(300, 20, 3, False)
+    *filters, _ = arguments(vocab, 20, 3, False)
     args = *filters, torch.full((20,), uniform, dtype=torch.float64)
     found = kernels.run("sample", *args)
     assert_drawn(found, args)
@@ -78,19 +84,22 @@ def test_top_p_below_1_by_a_rounding_does_not_leave_top_k(kernels):
     assert torch.equal(found, top_k - 1)
 
 
+@pytest.mark.parametrize("vocab", [700, 9001])
 @pytest.mark.parametrize("never", [-torch.inf, -3.4e38, -1e4])
-def test_forbidden_tokens(kernels, never):
+def test_forbidden_tokens(kernels, never, vocab):
     """Most of a row, however it is written; zeros of both signs are equal, so that the smaller id stays."""
-    args = arguments(700, 12, 5, True)
+    args = arguments(vocab, 12, 5, True)
     noise = torch.Generator().manual_seed(6)
     args[0][torch.rand(args[0].shape, generator=noise) < 0.7] = never
     args[0][:, ::9], args[0][:, 4::9] = 0.0, -0.0
+    args[0][:, vocab // 2 :] = never  # whole parts, where a row has such
     assert_drawn(kernels.run("sample", *args), args)
 
 
-def test_rows_do_not_matter_to_each_other(kernels):
+@pytest.mark.parametrize("vocab", [504, 8200])
+def test_rows_do_not_matter_to_each_other(kernels, vocab):
     """Bit for bit: a row alone, in another order, in memory that begins elsewhere."""
-    args = arguments(504, 12, 2, True)
+    args = arguments(vocab, 12, 2, True)
     found = kernels.run("sample", *args)
     alone = [kernels.run("sample", *(column[i : i + 1] for column in args)) for i in range(12)]
     assert torch.equal(torch.cat(alone), found)
@@ -99,22 +108,36 @@ def test_rows_do_not_matter_to_each_other(kernels):
     assert torch.equal(kernels.ops.sample(moved, *kernels.here(args[1:])).cpu(), found)
 
 
+@pytest.mark.parametrize("vocab", [300, 8200])
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
-def test_rows_that_are_not_numbers_end_on_some_token(kernels, broken):
+def test_rows_that_are_not_numbers_end_on_some_token(kernels, broken, vocab):
     """The engine gives their sequences up, but not before the step is over."""
-    args = arguments(300, 8, 1, False)
+    args = arguments(vocab, 8, 1, False)
     args[0][::2] = broken
     args[0][::4, 7] = 1.0
     found = kernels.run("sample", *args)
-    assert ((found >= 0) & (found < 300)).all()
+    assert ((found >= 0) & (found < vocab)).all()
     whole = [column[1::2] for column in args]
     assert_drawn(found[1::2], whole)
 
 
+@pytest.mark.emulator
+@pytest.mark.parametrize(("vocab", "launches", "blocks"), [(8192, 1, 1), (8193, 3, 9), (32000, 3, 16), (128256, 3, 16)])
+def test_long_rows_are_shared(vocab, launches, blocks):
+    """By blocks whose number depends on the length of a row alone; three launches, of which the last draws."""
+    kernels_on("emulated")
+    gpu = emulated.emulator()
+    args = arguments(vocab, 2, 1, False)
+    gpu.blocks()
+    assert_drawn(gpu.ops.sample(*args), args)
+    assert gpu.blocks() == [2 * blocks] * (launches - 1) + [2]
+
+
 @pytest.mark.gpu
-def test_in_a_captured_graph(gpu):
+@pytest.mark.parametrize("vocab", [5000, 32000])
+def test_in_a_captured_graph(gpu, vocab):
     """Filters and random numbers are read on the device: a replay draws by those that are there then."""
-    before, after = (gpu.here(arguments(5000, 10, seed, True)) for seed in (1, 2))
+    before, after = (gpu.here(arguments(vocab, 10, seed, True)) for seed in (1, 2))
     expected = [gpu.ops.sample(*args).cpu() for args in (before, after)]
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from fp8serve.fp8.ops import OPS, cases, compiled_for
-from fp8serve.fp8.selfcheck.candidates import GEMMS, MOST, on_gpu
+from fp8serve.fp8.selfcheck.candidates import GEMMS, MOST, TILES, on_gpu
 from fp8serve.fp8.selfcheck.child import tried
-from fp8serve.fp8.selfcheck.switching import switch_products_off
+from fp8serve.fp8.selfcheck.switching import OVERLAP, switch_products_off
 from tests.cuda import emulated
 from tests.cuda.conftest import Kernels
 from tests.cuda.test_gemm import assert_within_accumulation
 
-CUTLASS = {"scaled_mm.large", "scaled_mm.medium", "scaled_mm.small"}
+CUTLASS = {f"scaled_mm.{tile}" for tile in TILES}
 NAMES = [f"scaled_mm.{name}" for name in GEMMS] + sorted(compiled_for("cuda") & set(OPS))
-NAMES += ["grouped_mm.cutlass", "grouped_wgrad.cutlass"]
+NAMES += ["grouped_mm.cutlass", "grouped_wgrad.cutlass", *OVERLAP]
 
 
 @pytest.fixture
@@ -82,4 +82,25 @@ def test_a_kernel_that_does_not_wait_is_found_and_the_next_takes_over() -> None:
         assert gpu.ops.gemm_kernels(here, "") == "skinny+mma", "what was off stays off"
     finally:
         gpu.leave_out("")
+        gpu.ops.gemm_kernels(here, "none")
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("name", OVERLAP)
+def test_what_overlaps_is_tried_by_itself_and_switched_off(name: str) -> None:
+    gpu, here = emulated.emulator(), torch.zeros(1)
+    candidate = next(c for c in on_gpu(gpu.ops) if c.name == name)
+    gpu.be(90, 4, 227 * 1024)
+    try:
+        for off in ("overlap", "overlap+skinny"):
+            gpu.ops.gemm_kernels(here, off)
+            gpu.starts()
+            assert tried(candidate, "cpu") is not None
+            assert any(early for _, early in gpu.starts())
+            assert sorted(gpu.ops.gemm_kernels(here, "").split("+")) == off.split("+")
+        switch_products_off(here, [name], gpu.ops)
+        gpu.ops.quantize(torch.ones(8), torch.tensor(1.0), torch.float8_e4m3fn)
+        assert not any(early for _, early in gpu.starts())
+    finally:
+        gpu.be(89, 4, 99 * 1024)
         gpu.ops.gemm_kernels(here, "none")

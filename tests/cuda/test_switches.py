@@ -13,7 +13,7 @@ from tests.csrc.helpers import FORMATS, assert_bits_equal, tame
 from tests.cuda.conftest import Kernels
 from tests.cuda.test_gemm import BF16, E4M3, E5M2, assert_within_accumulation, operands, whole_numbers
 
-OWN = "skinny+large+medium+small+mma"
+OWN = "skinny+large+medium+small+thin128+thin64+thin32+mma"
 
 
 @pytest.fixture

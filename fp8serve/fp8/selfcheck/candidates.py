@@ -1,8 +1,9 @@
 """The kernels that a check tries, on what inputs: every op of a library, and by name those that share an op.
 
 On a GPU the kernels of scaled_mm are "scaled_mm.mma", "scaled_mm.large" and so on, those of CUTLASS for experts
-"grouped_mm.cutlass". On a CPU "quantize.avx2" is what runs of an op on a processor that has no more. Kernels that
-others build upon come first, so that a fault is found where it is.
+"grouped_mm.cutlass". "scaled_mm.overlap" and "paged_attention.overlap" are these ops behind a kernel that writes what
+they read, on chips where one kernel may begin before the other has ended. On a CPU "quantize.avx2" is what runs of an
+op on a processor that has no more. Kernels that others build upon come first, so that a fault is found where it is.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,8 @@ from fp8serve.fp8.ops.registry import OPS, Case, cases, compiled_for
 
 MOST = 30  # cases of a kernel
 CAPS = ("best", "avx512+avx512vbmi", "avx512", "avx2", "portable")  # of a CPU's features, best first
-GEMMS = ("skinny", "mma", "large", "medium", "small", "cublaslt", "cublaslt_rows")
+TILES = ("large", "medium", "small", "thin128", "thin64", "thin32")
+GEMMS = ("skinny", "mma", *TILES, "cublaslt", "cublaslt_rows")
 NOT_FOR_IT = "which does not multiply this here"  # how a named kernel refuses a problem
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -88,6 +90,11 @@ def on_gpu(ops: Any) -> Iterator[Candidate]:
             yield Candidate(op, op, getattr(ops, op), chosen)
     for op in ("grouped_mm", "grouped_wgrad"):
         yield Candidate(f"{op}.cutlass", op, partial(_grouped, ops, op, True), _large[op]())
+    yield Candidate(
+        "scaled_mm.overlap", "scaled_mm", partial(_overlapping, ops, _behind_its_cast), _product_cases("skinny")
+    )
+    attention = partial(_overlapping, ops, _behind_its_keys)
+    yield Candidate("paged_attention.overlap", "paged_attention", attention, spread(for_gpu("paged_attention")))
 
 
 def for_gpu(op: str) -> list[Case]:
@@ -121,6 +128,37 @@ def _grouped(ops: Any, op: str, cutlass: bool, *arguments: Any) -> Tensor:
     off = set(ops.gemm_kernels(here, "").split("+")) - {"", "grouped_cutlass"}
     ops.gemm_kernels(here, "+".join(sorted(off | (set() if cutlass else {"grouped_cutlass"}))) or "none")
     found: Tensor = getattr(ops, op)(*arguments)
+    return found
+
+
+def _overlapping(ops: Any, chain: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """A chain of kernels each of which may begin before the one before has ended; nothing else overlaps in a check."""
+    here = arguments[0]
+    if here.is_cuda and torch.cuda.get_device_capability(here.device) < (9, 0):
+        raise RuntimeError(NOT_FOR_IT)
+    off = set(ops.gemm_kernels(here, "").split("+")) - {""}
+    ops.gemm_kernels(here, "+".join(sorted(off - {"overlap"})) or "none")
+    try:
+        return chain(ops, *arguments)
+    finally:
+        ops.gemm_kernels(here, "+".join(sorted(off)) or "none")
+
+
+def _behind_its_cast(ops: Any, a: Tensor, *others: Any) -> Tensor:
+    """The activations are FP8 values already, which a cast by 1 does not change."""
+    again, _ = ops.quantize(a.float(), torch.ones((), device=a.device), a.dtype)
+    found: Tensor = ops.scaled_mm(again, *others)
+    return found
+
+
+def _behind_its_keys(ops: Any, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
+    """Keys and values are written into other caches first."""
+    if k.itemsize == 1:
+        raise RuntimeError(NOT_FOR_IT)
+    slots = torch.arange(k.shape[0] * k.shape[1], device=k.device)
+    keys, values = torch.zeros_like(k), torch.zeros_like(v)
+    ops.write_kv(k.flatten(0, 1), v.flatten(0, 1), keys, values, slots, None, None)
+    found: Tensor = ops.paged_attention(q, keys, values, *others)
     return found
 
 

@@ -19,7 +19,7 @@ from fp8serve.errors import one_line
 from fp8serve.fp8.ops.registry import Case, reference
 from fp8serve.fp8.selfcheck.agreement import difference, written
 from fp8serve.fp8.selfcheck.candidates import MOST, NOT_FOR_IT, Candidate, candidates
-from fp8serve.fp8.selfcheck.switching import switch_off
+from fp8serve.fp8.selfcheck.switching import OVERLAP, switch_off
 from fp8serve.fp8.selfcheck.verdict import Finding
 
 
@@ -75,7 +75,7 @@ def main() -> None:
     device, known, off = task["device"], set(task["known"]), set(task["off"])
     on_gpu = device != "cpu"
     if on_gpu:
-        switch_off(torch.device(device), off)
+        switch_off(torch.device(device), {*off, *OVERLAP})  # what overlaps is tried by itself
     for candidate in candidates(device):
         if candidate.name in known:
             continue

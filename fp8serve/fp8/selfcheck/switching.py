@@ -1,8 +1,9 @@
 """Switches kernels off that a check has found wrong, so that the next one takes over.
 
 On a GPU a kernel of products gives way to the next of its order (csrc/cuda/gemm.cu), any other op to its default
-kernel. On a CPU every op goes on with the fewest features less at which none of the wrong variants runs; an op none of
-whose variants is right goes on with its default kernel. Both hold for the whole process.
+kernel, and launches that overlap to such that do not. On a CPU every op goes on with the fewest features less at which
+none of the wrong variants runs; an op none of whose variants is right goes on with its default kernel. All of it holds
+for the whole process.
 """
 
 from collections.abc import Iterable
@@ -16,6 +17,8 @@ from fp8serve.fp8.selfcheck.candidates import CAPS, GEMMS, variants
 
 _GEMM_NAMES = {f"scaled_mm.{name}": name for name in GEMMS}
 _GEMM_NAMES |= dict.fromkeys(("grouped_mm.cutlass", "grouped_wgrad.cutlass"), "grouped_cutlass")
+OVERLAP = ("scaled_mm.overlap", "paged_attention.overlap")
+_GEMM_NAMES |= dict.fromkeys(OVERLAP, "overlap")
 
 
 def switch_off(device: torch.device, names: Iterable[str]) -> None:

@@ -32,6 +32,8 @@ void load(Load work) {
   load_matrices_at<kTransposed>(work.out[threadIdx.x], place_of(work.rows[threadIdx.x]));
 }
 
+void impatient() {}
+
 auto kernel_of(const std::string& name) {
   if (name == "e4m3-e4m3") return multiply<mma<false, false>>;
   if (name == "e4m3-e5m2") return multiply<mma<false, true>>;
@@ -53,4 +55,16 @@ EXPORTED void emulator_mma(const char* name, const uint32_t (*a)[4], const uint3
 // ldmatrix of 32 rows of 16 bytes, lane i giving the address of row i, into [32][4].
 EXPORTED void emulator_ldmatrix(bool transposed, const unsigned char (*rows)[16], uint32_t (*out)[4]) {
   launch(transposed ? load<true> : load<false>, dim3(1), 32, 0, nullptr, Load{rows, out});
+}
+
+// What is said of a kernel that is launched early and never waits; "" for nothing.
+EXPORTED const char* emulator_launch_impatient() {
+  static std::string said;
+  said.clear();
+  try {
+    launch_early(impatient, dim3(1), 32, 0, nullptr);
+  } catch (const std::exception& refused) {
+    said = refused.what();
+  }
+  return said.c_str();
 }

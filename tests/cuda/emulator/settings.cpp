@@ -1,12 +1,11 @@
 // The emulated GPU's settings as C functions, for ctypes.
-#include "cuda/settings.h"
-
 #include <dlfcn.h>
 
 #include <cstdint>
 #include <sstream>
 
 #include "cuda/races.h"
+#include "cuda/threads.h"
 
 namespace fp8serve::emulator {
 
@@ -20,7 +19,7 @@ bool obeyed(const std::source_location& site) {
 
 }  // namespace fp8serve::emulator
 
-using fp8serve::emulator::settings;
+using namespace fp8serve::emulator;  // NOLINT: all of it
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
@@ -29,6 +28,14 @@ EXPORTED void emulator_be(int capability, int multiprocessors, int shared_bytes)
 }
 
 EXPORTED void emulator_run_backwards(bool backwards) { settings.backwards = backwards; }
+
+// From now on, before each kernel that is launched early, it is as if another had written there, for which it
+// has to wait; ThreadSanitizer reports one that does not. Of null: nowhere any more.
+EXPORTED void emulator_wrote_earlier(void* at, size_t bytes) {
+  at == nullptr ? settings.earlier.clear() : settings.earlier.push_back({at, bytes});
+}
+
+EXPORTED void emulator_capture(bool capturing) { settings.capturing = capturing; }
 
 EXPORTED void emulator_leave_out(const char* site) { settings.left_out = site; }
 
@@ -40,16 +47,18 @@ EXPORTED void emulator_declare(size_t offset, size_t bytes) {
 }
 
 // The kernels launched since the last call, one a line: where in the library its code is, in hexadecimal, or
-// 0 where memory was set to zero, and the bytes of dynamic shared memory.
+// 0 where memory was set to zero, the bytes of dynamic shared memory, whether it was launched early, and its
+// blocks.
 EXPORTED const char* emulator_launches() {
   static std::string lines;
   Dl_info library;
   dladdr(reinterpret_cast<const void*>(&emulator_launches), &library);
   std::ostringstream out;
-  for (const auto& [kernel, shared_bytes] : settings.launches) {
+  for (const auto& [kernel, shared_bytes, early, blocks] : settings.launches) {
     const auto at = reinterpret_cast<uintptr_t>(kernel),
                base = reinterpret_cast<uintptr_t>(library.dli_fbase);
-    out << std::hex << (kernel == nullptr ? 0 : at - base) << ' ' << std::dec << shared_bytes << '\n';
+    out << std::hex << (kernel == nullptr ? 0 : at - base) << ' ' << std::dec << shared_bytes << ' ' << early
+        << ' ' << blocks << '\n';
   }
   settings.launches.clear();
   return (lines = out.str()).c_str();

@@ -17,6 +17,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "cuda/gemm_switches.h"
 #include "fp8.h"
 #include "threads.h"
 
@@ -53,6 +54,8 @@ class OnDevice {
  public:
   explicit OnDevice(const Tensor&) {}
   Stream stream() const { return nullptr; }
+  int index() const { return 0; }
+  bool is_capturing() const { return emulator::settings.capturing; }
   int multiprocessors() const { return emulator::settings.chip.multiprocessors; }
   int capability() const { return emulator::settings.chip.capability; }
 };
@@ -66,14 +69,18 @@ class OnDevice {
 #define gridDim (::fp8serve::emulator::machine.grid_size)
 
 template <class... P, class... A>
-void launch(void (*kernel)(P...), dim3 grid, int threads, int shared_bytes, Stream, const A&... args) {
+void run_kernel(bool early, void (*kernel)(P...), dim3 grid, int threads, int shared_bytes,
+                const A&... args) {
   using namespace emulator;
   if (threads > 1024 || shared_bytes > settings.chip.shared_bytes)
     throw std::runtime_error("emulator: this chip could not launch this");
   if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 || grid.z > 65535) {
     throw std::runtime_error("emulator: this is no grid");
   }
-  settings.launches.push_back({reinterpret_cast<const void*>(kernel), shared_bytes});
+  settings.launches.push_back(
+      {reinterpret_cast<const void*>(kernel), shared_bytes, early, grid.x * grid.y * grid.z});
+  machine.early = early;
+  if (early) run_earlier_kernel();
   machine.count = threads;
   machine.block_size = dim3(static_cast<unsigned>(threads));
   machine.grid_size = grid;
@@ -88,8 +95,19 @@ void launch(void (*kernel)(P...), dim3 grid, int threads, int shared_bytes, Stre
   }
 }
 
+template <class... P, class... A>
+void launch(void (*kernel)(P...), dim3 grid, int threads, int shared_bytes, Stream, const A&... args) {
+  run_kernel(false, kernel, grid, threads, shared_bytes, args...);
+}
+
+template <class... P, class... A>
+void launch_early(void (*kernel)(P...), dim3 grid, int threads, int shared_bytes, Stream, const A&... args) {
+  const bool early = emulator::settings.chip.capability >= 90 && gemm_switches.on(GemmKernel::overlap);
+  run_kernel(early, kernel, grid, threads, shared_bytes, args...);
+}
+
 inline void set_zero(void* memory, size_t bytes, Stream) {
-  emulator::settings.launches.push_back({nullptr, 0});
+  emulator::settings.launches.push_back({nullptr, 0, false, 0});
   std::memset(memory, 0, bytes);
 }
 
@@ -104,6 +122,10 @@ inline void __syncthreads(const Site& site = Site::current()) {
 inline void __syncwarp(const Site& site = Site::current()) {
   if (emulator::obeyed(site)) emulator::wait_for_warp();
 }
+inline void after_earlier_kernels(const Site& site = Site::current()) {
+  emulator::wait_for_earlier_kernels(emulator::obeyed(site));
+}
+inline void expect(const void*) {}
 template <class T>
 T __shfl_xor_sync(uint32_t, T value, int mask) {
   const int self = emulator::machine.running % 32;
@@ -116,6 +138,17 @@ inline int atomicMax(int* at, int value) {
   return before;
 }
 
+inline unsigned atomicInc(unsigned* at, unsigned most) {
+  std::atomic_ref<unsigned> memory(*at);
+  const unsigned before = memory.load(std::memory_order_relaxed);
+  memory.store(before >= most ? 0 : before + 1, std::memory_order_relaxed);
+  return before;
+}
+inline int atomicExch(int* at, int value) {
+  return std::atomic_ref<int>(*at).exchange(value, std::memory_order_relaxed);
+}
+inline void __threadfence() {}  // blocks run one after the other
+
 inline unsigned long long atomicAdd(unsigned long long* at, unsigned long long value) {
   return std::atomic_ref<unsigned long long>(*at).fetch_add(value, std::memory_order_relaxed);
 }
@@ -123,6 +156,7 @@ inline unsigned long long atomicAdd(unsigned long long* at, unsigned long long v
 inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
 inline uint32_t __float_as_uint(float value) { return std::bit_cast<uint32_t>(value); }
 inline int __float_as_int(float value) { return std::bit_cast<int>(value); }
+inline float __int_as_float(int bits) { return std::bit_cast<float>(bits); }
 // A product that the compiler must not make one operation of with a sum. FP8SERVE_CARELESS: as if a kernel
 // did not ask for that.
 inline float __fmul_rn(float a, float b) {

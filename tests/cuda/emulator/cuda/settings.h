@@ -25,14 +25,18 @@ struct Memory {
 struct Launch {
   const void* kernel;  // null: memory was set to zero
   int shared_bytes;    // dynamic
+  bool early;          // it may begin before the kernels before it have ended
+  unsigned blocks;
 };
 
 struct Settings {
   Chip chip;
   bool backwards = false;        // the last thread runs first
+  bool capturing = false;        // a graph is captured
   std::string left_out;          // "file.cu:line" of a barrier or wait
   std::set<std::string> met;     // those that a kernel came to
   std::vector<Memory> declared;  // static shared memory, of all kernels
+  std::vector<Memory> earlier;   // what is written by a kernel before each that is launched early
   std::vector<Launch> launches;  // since a test has asked for them
 };
 

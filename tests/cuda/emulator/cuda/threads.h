@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "races.h"
@@ -38,6 +39,7 @@ struct Thread {
   std::vector<std::vector<Copy>> copies;  // by group; the last one is open
   unsigned char slot[64];                 // what this lane gives to its warp
   unsigned block_barriers = 0, warp_barriers = 0;
+  bool has_waited = false;  // for earlier kernels
   static constexpr size_t kStack = 256 * 1024;
 };
 
@@ -45,12 +47,14 @@ struct Machine {
   std::vector<Thread> threads = std::vector<Thread>(1024);
   std::vector<unsigned char> shared = std::vector<unsigned char>(kMostShared + 1024);
   ucontext_t scheduler;
-  void* scheduler_fiber = nullptr;
-  char start, finish;  // points in time, for ThreadSanitizer
+  void *scheduler_fiber = nullptr, *earlier_fiber = nullptr;
+  char start, finish, earlier;  // points in time, for ThreadSanitizer; `earlier`: what kernels before wrote
+  bool early = false;           // the kernel was launched while those before it run
   char block_barrier[2],
       warp_barrier[32][2];  // two by turns: a thread may reach the next before another leaves this
   int running = 0, count = 0;
   std::function<void()> body;
+  bool did_not_wait = false;  // some thread of the launch, for the kernels before it
   dim3 thread_index, block_index, block_size, grid_size;
   Thread& self() { return threads[static_cast<size_t>(running)]; }
 };
@@ -64,12 +68,38 @@ inline void to_scheduler() {
 
 inline void enter() {
   races::happens_after(&machine.start);
+  if (!machine.early) races::happens_after(&machine.earlier);
   machine.body();
   races::happens_before(&machine.finish);
   races::stop_watching();
+  machine.did_not_wait |= machine.early && !machine.self().has_waited;
   machine.self().state = State::done;
   races::watch();
   to_scheduler();
+}
+
+// A wait that is left out is noted, but orders nothing.
+inline void wait_for_earlier_kernels(bool obeyed) {
+  races::stop_watching();
+  machine.self().has_waited = true;
+  races::watch();
+  if (obeyed) races::happens_after(&machine.earlier);
+}
+
+// As a kernel of another fiber, which nothing but `earlier` orders before those that come. What it needs is
+// in registers: it must not read what the host wrote.
+inline void write_earlier(void* at, size_t bytes) {
+  void *const here = races::this_fiber(), *const other = machine.earlier_fiber;
+  races::before_switch_to(other);
+  races::happens_after(&machine.finish);
+  races::writes(at, bytes);
+  races::happens_before(&machine.earlier);
+  races::before_switch_to(here);
+}
+
+inline void run_earlier_kernel() {
+  if (machine.earlier_fiber == nullptr) machine.earlier_fiber = races::new_fiber();
+  for (const Memory& memory : settings.earlier) write_earlier(memory.at, memory.bytes);
 }
 
 // Lets others run until all have come to such a barrier. It orders no memory.
@@ -124,6 +154,7 @@ inline void start_thread(int i) {
   thread.state = State::ready;
   thread.copies.assign(1, {});
   thread.block_barriers = thread.warp_barriers = 0;
+  thread.has_waited = false;
   getcontext(&thread.context);
   thread.context.uc_stack.ss_sp = thread.stack.get();
   thread.context.uc_stack.ss_size = Thread::kStack;
@@ -172,6 +203,10 @@ inline void run_block() {
     }
   }
   races::happens_after(&machine.finish);
+  if (std::exchange(machine.did_not_wait, false)) {
+    throw std::runtime_error(
+        "emulator: a kernel that was launched early ends without waiting for those before");
+  }
 }
 
 inline Thread& lane(int i) { return machine.threads[static_cast<size_t>(machine.running / 32 * 32 + i)]; }

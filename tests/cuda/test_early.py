@@ -1,0 +1,78 @@
+"""Launches that may begin before those before them have ended: which, where, and that kernels wait for those.
+
+What a kernel reads before it has waited is found by test_races.py.
+"""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from benchmarks import gpu_decode
+from tests.cuda import emulated
+from tests.cuda.conftest import kernels_on
+from tests.cuda.test_decoding import on_emulated_kernels
+
+NONE_YET = torch.zeros(1)
+CHIPS = {"Ada": (89, 142, 99 * 1024), "Hopper": (90, 132, 227 * 1024), "B200": (100, 148, 227 * 1024)}
+SOURCES = emulated.ROOT / "csrc/cuda"
+
+
+@pytest.fixture
+def gpu() -> Iterator[emulated.Emulator]:
+    kernels_on("emulated")
+    gpu = emulated.emulator()
+    yield gpu
+    gpu.be(89, 4, 99 * 1024)
+    gpu.ops.gemm_kernels(NONE_YET, "none")
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("off", ["none", "overlap"])
+def test_every_launch_of_a_decoding_step_is_early_where_the_chip_can(
+    gpu: emulated.Emulator, monkeypatch: pytest.MonkeyPatch, chip: str, off: str
+) -> None:
+    on_emulated_kernels(monkeypatch)
+    gpu.be(*CHIPS[chip])
+    gpu.ops.gemm_kernels(NONE_YET, off)
+    step = gpu_decode.DecodeStep("cpu", dry=True)
+    gpu.starts()
+    step(0)
+    found = gpu.starts()
+    assert len(found) > 20
+    assert {early for _, early in found} == {chip != "Ada" and off == "none"}, found
+
+
+@pytest.mark.emulator
+def test_a_kernel_that_never_waits_is_refused(gpu: emulated.Emulator) -> None:
+    assert gpu.launch_impatient() == ""
+    gpu.be(*CHIPS["Hopper"])
+    assert gpu.launch_impatient() == (
+        "emulator: a kernel that was launched early ends without waiting for those before"
+    )
+
+
+def kernels_that_wait() -> dict[str, str]:
+    """What a kernel does before it waits for earlier ones, by "file: kernel"."""
+    found = {}
+    for path in sorted(SOURCES.glob("*.cu")):
+        for name, body in re.findall(
+            r"__global__ [^;{]*?\b((?!__)\w+)\([^;{]*\{\n(.*?)^\}", path.read_text(), re.M | re.S
+        ):
+            before, wait, _ = body.partition("after_earlier_kernels();")
+            if wait:
+                found[f"{path.name}: {name}"] = before.strip()
+    return found
+
+
+def test_kernels_wait_first() -> None:
+    """Before it they may ask for weights, which reads nothing."""
+    found = kernels_that_wait()
+    assert len(found) > 20
+    assert set(found.values()) == {"", "expect_weights(g);"}
+    text = (SOURCES / "gemm_skinny.cu").read_text()
+    asks = re.search(r"void expect_weights\(.*?^\}", text, re.M | re.S)
+    assert asks is not None
+    assert not re.search(r"load|\*[a-z]|\[", asks[0].split("{", 1)[1].replace("->", ""))
