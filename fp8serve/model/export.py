@@ -33,6 +33,7 @@ from fp8serve.model.formats.file_formats import FORMATS
 from fp8serve.model.formats.interop import dequantizing_scale
 from fp8serve.model.formats.quantization_config import quantization_files
 from fp8serve.model.formats.scales import FILE_NAME, ScalingCheckpoint, check_covers, fingerprint, save_scales
+from fp8serve.model.network.experts import router_names
 from fp8serve.model.storage.files import (
     MAX_CARRIED_BYTES,
     check_absent,
@@ -129,7 +130,8 @@ def write_calibrated(
     high_precision = weights if weights is not None else open_checkpoint(source)
     writer = _Quantizer(config, high_precision, quantized or {}, kept, scales, format, from_file=weights is None)
     head = ["score"] if classifies(config) and not is_encoder(config) else []
-    files = quantization_files(format, writer.recipe, kv_cache=bool(writer.kv), kept=[*head, *kept])
+    plain = [*head, *writer.routers, *kept]
+    files = quantization_files(format, writer.recipe, kv_cache=bool(writer.kv), kept=plain)
     config["quantization_config"] = files.pop("quantization_config")
     origin = "" if weights is not None else fingerprint(source)
     with whole_directory(out) as folder:
@@ -162,7 +164,9 @@ class _Quantizer:
         self.from_file = from_file
         self.dtype = _dtype(config)
         self.shapes = _shapes(config)
-        self.turned = transposed_linears(skeleton(parse_any_config(config)))
+        model = skeleton(parse_any_config(config))
+        self.turned = transposed_linears(model)
+        self.routers = router_names(model)  # vLLM quantizes those of Qwen3-MoE that a configuration does not leave out
         self.linears = {name: None for name in _linears(config) if name not in set(kept)}
         self.kv = {key: entry for key, entry in scales.tensors.items() if key.rpartition(".")[2] in ("k", "v")}
         if self.input.source == "delayed":

@@ -1,7 +1,7 @@
 """Which other projects read a directory differently from us, or not at all, as sentences for its owner.
 
 docs/formats.md says which reader loads which format, and tests/model/test_readers.py checks it with those readers'
-code. This module tells a directory's owner the essentials of that page. There are three cases:
+code. This module tells a directory's owner the essentials of that page. There are four cases:
 
 * `quant_method: fp8` with one scale per tensor has two spellings, vLLM's (`weight_scale`, `input_scale`) and that of
   transformers (`weight_scale_inv`, `activation_scale`). No file can hold both: vLLM fails on a tensor that it does not
@@ -10,9 +10,11 @@ code. This module tells a directory's owner the essentials of that page. There a
 * A side that 128 does not divide leaves smaller blocks at the edge. transformers divides the side by the number of
   blocks instead: 448 becomes four blocks of 112, silently, and 576 is an error. vLLM fuses q, k, v and gate, up, and
   refuses where a block would span two of them. Padding would change the shapes that config.json promises.
+* vLLM has no method for experts whose weights are scaled per channel, unless their inputs are scaled per token and the
+  format is compressed-tensors (seen with benchmarks/peer_programs/vllm_loads.py).
 """
 
-from fp8serve.model.formats.interop import BLOCKED_WEIGHT
+from fp8serve.model.formats.interop import BLOCKED_WEIGHT, PER_TOKEN
 from fp8serve.model.stored import Checkpoint
 
 SPELLING = (
@@ -29,6 +31,11 @@ RAGGED = (
     "without a word; for other readers choose another recipe than block."
 )
 
+EXPERTS = (
+    "vLLM does not load these experts: with scales per channel it takes inputs scaled per token, in the format "
+    "compressed-tensors; for vLLM write the recipe rowwise in that format, or delayed with one scale per tensor."
+)
+
 
 def reader_notes(checkpoint: Checkpoint) -> tuple[str, ...]:
     """One sentence for each way in which another project's reader would not get this model."""
@@ -43,7 +50,17 @@ def reader_notes(checkpoint: Checkpoint) -> tuple[str, ...]:
         rows, cols = checkpoint.shapes[f"{ragged[0]}.weight"]
         block = BLOCKED_WEIGHT.block[1]
         notes.append(RAGGED.format(count=len(ragged), name=ragged[0], rows=rows, cols=cols, block=block))
+    if any(".experts." in name and _is_unknown_to_vllm(checkpoint, name) for name in checkpoint.fp8_linears):
+        notes.append(EXPERTS)
     return tuple(notes)
+
+
+def _is_unknown_to_vllm(checkpoint: Checkpoint, expert: str) -> bool:
+    assert checkpoint.quantization is not None
+    rows = checkpoint.shapes[f"{expert}.weight"][0]
+    scale = checkpoint.shards.entries[str(checkpoint.scale_key(expert, "weight"))].shape
+    per_token = checkpoint.quantization.scheme_of(expert).input_spec == PER_TOKEN
+    return scale in ((rows, 1), (rows,)) and not (per_token and checkpoint.quantization.producer != "modelopt")
 
 
 def _is_ragged(checkpoint: Checkpoint, linear: str) -> bool:

@@ -1,4 +1,6 @@
-"""The rule by which vLLM and SGLang find the weights of a directory, restated: the library itself needs a GPU's wheels.
+"""The rule by which vLLM and SGLang find the weights of a directory, restated: the tests do not install them.
+
+benchmarks/peer_programs/vllm_loads.py runs vLLM's own code on a directory.
 
 Both collect every `*.safetensors` of the directory and load every tensor in them into the model; a tensor that is no
 parameter ends the load. Only where `model.safetensors.index.json` is there are files that it does not name left out

@@ -26,7 +26,7 @@ from fp8serve.model.checkpoint import (
     write_calibrated,
     write_hf_directory,
 )
-from fp8serve.model.readers import MODELOPT, SPELLING, reader_notes
+from fp8serve.model.readers import EXPERTS, MODELOPT, SPELLING, reader_notes
 from fp8serve.model.storage.shards import open_shards
 from tests.model.oracle import IDS, LINEAR, all_logits, make_model, state_for
 from tests.model.readers import tensors_taken
@@ -213,6 +213,33 @@ def test_a_ragged_side_matters_to_blocks_only(recipe: str, model_dir: ModelDir, 
     theirs, problems = read_by_transformers(out, torch.float32)
     assert problems == {}
     assert_same_parameters(theirs, out, torch.float32)
+
+
+# What vLLM's own code answered (benchmarks/peer_programs/vllm_loads.py) for Mixtral and Qwen3-MoE.
+EXPERTS_REFUSED = {("compressed-tensors", "delayed by row"), ("compressed-tensors", "w8a16"), ("modelopt", "rowwise")}
+
+
+@pytest.mark.parametrize(("format_", "recipe"), READERS)
+def test_what_vllm_refuses_of_experts_is_said(format_: str, recipe: str, model_dir: ModelDir, tmp_path: Path) -> None:
+    out = written(model_dir("mixtral"), tmp_path / "out", format_, recipe)
+    assert (EXPERTS in inspect(out)["notes"]) == ((format_, recipe) in EXPERTS_REFUSED)
+    without = written(model_dir("llama"), tmp_path / "without", format_, recipe)
+    assert EXPERTS not in inspect(without)["notes"]
+
+
+@pytest.mark.parametrize("format_", ["compressed-tensors", "fp8", "modelopt"])
+def test_routers_are_named_among_the_layers_in_high_precision(
+    format_: str, model_dir: ModelDir, tmp_path: Path
+) -> None:
+    """vLLM builds Qwen3-MoE's router with the model's quantization unless it is left out by its whole name."""
+    out = written(model_dir("qwen3-moe"), tmp_path / "out", format_, "delayed")
+    said = json.loads((out / "config.json").read_text())["quantization_config"]
+    routers = ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
+    assert said["ignored_layers" if format_ == "fp8" else "ignore"] == ["lm_head", *routers]
+    if format_ == "modelopt":
+        beside = json.loads((out / "hf_quant_config.json").read_text())
+        assert beside["quantization"]["exclude_modules"] == ["lm_head", *routers]
+    assert load_servable(out)
 
 
 def test_the_page_says_what_was_tested() -> None:

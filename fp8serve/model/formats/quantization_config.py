@@ -21,7 +21,7 @@ def quantization_files(format_: str, recipe: Recipe, kv_cache: bool, kept: Seque
     """{"quantization_config": for config.json, further file names: their JSON}. ModelError: the format cannot express
     it.
 
-    kept: linears in high precision, apart from the output layer.
+    kept: linears in high precision, routers among them, apart from the output layer.
     """
     ignored = [*IGNORED, *kept]
     if format_ not in FORMATS:

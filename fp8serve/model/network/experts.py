@@ -79,6 +79,11 @@ class Expert(nn.Module):
         return gate, up, down
 
 
+def router_names(model: nn.Module) -> list[str]:
+    """Names of the layers that choose experts or weigh a shared one, in the model's order; none of them is FP8."""
+    return [name for name, module in model.named_modules() if isinstance(module, Router | GroupRouter)]
+
+
 def _router(config: ModelConfig, settings: ExpertSettings) -> nn.Module:
     if settings.routing is not None:
         return GroupRouter(config.hidden_size, settings.count, settings.routing)
