@@ -5,11 +5,10 @@ needs its base model.
 """
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -41,10 +40,10 @@ from fp8serve.train.methods.interface import Method
 from fp8serve.train.methods.table import method_of, reader_of
 from fp8serve.train.optimizer import Optimizer
 from fp8serve.train.order import total_steps
-from fp8serve.train.sharded.building import Sharded, described
-from fp8serve.train.sharded.norm import sharded_norm
-from fp8serve.train.sharded.rows import check_blocks
 from fp8serve.train.tokenized import TokenizedData
+
+if TYPE_CHECKING:  # importing FSDP2 takes 0.4 s
+    from fp8serve.train.sharded.building import Sharded
 
 ITEMS = ("items", "eval_items")
 
@@ -67,7 +66,7 @@ class Setup:
     data_fingerprint: str
     carry: Callable[[Path], None]
     kept_linears: tuple[str, ...] = ()
-    sharded: Sharded | None = None
+    sharded: "Sharded | None" = None
 
     @property
     def decoder(self) -> Model:
@@ -132,17 +131,13 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent, ranks: Ranks =
     if kept:
         text = f"{len(kept)} linear layers that are not in FP8 in the model are trained in BF16 and stay so"
         on_event(message("kept", text, kept=len(kept)))
-    sharded = Sharded(config, source, kept, ranks) if ranks.in_step else None
+    sharded = _sharded(config, source, kept, ranks, on_event) if config.fsdp else None
     if sharded is not None:
-        if config.optimizer_states == "8bit":
-            check_blocks(sharded.shards)
         forward, parameters = sharded.forward, sharded.shards.masters
     else:
         decoder = adapted_model(config) if config.lora_rank else _decoder(source, recipe, kept, config)
         forward = Forward(decoder, None if config.lora_rank else recipe, ranks=ranks, recompute=config.recompute)
         parameters = trained(decoder) if config.lora_rank else dict(decoder.named_parameters())
-    if config.fsdp:
-        on_event(message("sharded", described(sharded), processes=ranks.size))
     if seeded := state.seed_scaling(forward, source):
         on_event(message("seeded", f"{seeded} tensors start with the scales stored in the model", seeded=seeded))
     for reason in forward.differences():
@@ -151,7 +146,7 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent, ranks: Ranks =
         count = sum(parameter.numel() for parameter in parameters.values())
         on_event(message("adapter", f"An adapter of {count} parameters is trained", parameters=count))
         report_rank(parameters, config.lora_rank, on_event)
-    optimizer = Optimizer(parameters, config, None if sharded is None else partial(sharded_norm, sharded.shards))
+    optimizer = Optimizer(parameters, config, None if sharded is None else sharded.norm)
     return Setup(
         method=method_of(config),
         items=items,
@@ -164,6 +159,20 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent, ranks: Ranks =
         kept_linears=kept,
         sharded=sharded,
     )
+
+
+def _sharded(
+    config: TrainConfig, source: Path, kept: Collection[str], ranks: Ranks, on_event: OnEvent
+) -> "Sharded | None":
+    """The model divided among the processes; None if there is one process. JobError: see `check_blocks`."""
+    from fp8serve.train.sharded.building import Sharded, described
+    from fp8serve.train.sharded.rows import check_blocks
+
+    sharded = Sharded(config, source, kept, ranks) if ranks.in_step else None
+    if sharded is not None and config.optimizer_states == "8bit":
+        check_blocks(sharded.shards)
+    on_event(message("sharded", described(sharded), processes=ranks.size))
+    return sharded
 
 
 def _nothing(directory: Path) -> None:

@@ -5,9 +5,9 @@ counters of each state beside them. A base model with histories (calibrated, or 
 so that the first step quantizes with fitting scales instead of 1. Recipes without histories have no such state.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,9 +21,10 @@ from fp8serve.model.transformers_backend.transposed import turned
 from fp8serve.train.checkpoint import TrainState
 from fp8serve.train.forward import Forward
 from fp8serve.train.optimizer import Optimizer
-from fp8serve.train.sharded.asking import Asking
-from fp8serve.train.sharded.building import Sharded
-from fp8serve.train.sharded.rows import parameters_of
+
+if TYPE_CHECKING:  # importing FSDP2 takes 0.4 s
+    from fp8serve.train.sharded.asking import Asking
+    from fp8serve.train.sharded.building import Sharded
 
 
 def states(forward: Forward) -> Iterator[tuple[str, ScalingState]]:
@@ -74,7 +75,7 @@ def capture(
     optimizer: Optimizer,
     method: dict[str, Tensor],
     meta: dict[str, object],
-    asking: Asking | None = None,
+    asking: "Asking | None" = None,
 ) -> TrainState:
     """References to the run's tensors, to be written before the next step. Only weights that files hold transposed are
     copied. asking: for the parts that the other ranks of a sharded run have, see `asking_for`."""
@@ -90,26 +91,31 @@ def capture(
     )
 
 
-def asking_for(sharded: Sharded, optimizer: Optimizer) -> Asking:
+def asking_for(sharded: "Sharded", optimizer: Optimizer) -> "Asking":
     """What makes the tensors of a sharded run whole, for `capture`."""
     masters, moments = optimizer.masters, optimizer.state()
     tensors = {f"model/{name}": t for name, t in masters.items()} | {f"optimizer/{k}": t for k, t in moments.items()}
     owners = {f"model/{name}": name for name in masters}
-    owners |= {f"optimizer/{key}": name for key, name in parameters_of(moments).items()}
-    return Asking(sharded.shards, tensors, owners)
+    owners |= {f"optimizer/{key}": name for key, name in _parameters_of(moments).items()}
+    return sharded.asking(tensors, owners)
 
 
-def _whole(asking: Asking, kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def _parameters_of(keys: Iterable[str]) -> dict[str, str]:
+    """The parameter that each tensor of an optimizer's state belongs to, by the tensor's name."""
+    return {key: key.rpartition(".")[0] for key in keys}
+
+
+def _whole(asking: "Asking", kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {name: asking.whole(f"{kind}/{name}") for name in tensors}
 
 
-def restore(forward: Forward, optimizer: Optimizer, saved: TrainState, sharded: Sharded | None = None) -> None:
+def restore(forward: Forward, optimizer: Optimizer, saved: TrainState, sharded: "Sharded | None" = None) -> None:
     """The reverse of `capture`; of a sharded run every process takes its parts."""
     masters: Mapping[str, Tensor] = turned(saved.model, transposed_linears(forward.network.decoder))
     moments: Mapping[str, Tensor] = saved.optimizer
     if sharded is not None:
         masters = sharded.shards.own(masters, {name: name for name in masters})
-        moments = sharded.shards.own(moments, parameters_of(moments))
+        moments = sharded.shards.own(moments, _parameters_of(moments))
     optimizer.load(masters, moments)
     load_scaling(forward, saved.scaling)
     torch.set_rng_state(saved.random["cpu"])

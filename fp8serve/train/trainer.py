@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -60,7 +60,9 @@ from fp8serve.train.order import Cursor, Step, walk
 from fp8serve.train.packages import check_states
 from fp8serve.train.reporting import check_installed, reported
 from fp8serve.train.setup import Setup, check_format, environment, prepare
-from fp8serve.train.sharded.asking import Asking
+
+if TYPE_CHECKING:  # importing FSDP2 takes 0.4 s
+    from fp8serve.train.sharded.asking import Asking
 
 MAX_SKIPPED_IN_A_ROW = 10
 
@@ -471,7 +473,7 @@ class _Run:
         asking = state.asking_for(self.setup.sharded, self.setup.optimizer)
         return asking.by_first(lambda: self._written(asking))
 
-    def _written(self, asking: Asking | None = None) -> Path:
+    def _written(self, asking: "Asking | None" = None) -> Path:
         meta = {
             "step": self.progress.step,
             "config": json.loads(self.config.to_json()),

@@ -429,7 +429,7 @@ def test_a_dry_run_lists_bad_rows_and_drops_prompts_without_room(grpo: Configure
         ({"loss_type": "ipo"}, "The method grpo has the losses dapo, grpo, dr_grpo, and not ipo"),
         ({"label_smoothing": 0.1}, "label_smoothing is an option of the method dpo"),
         ({"max_completion_length": 32}, "leaves no token of seq_len (32) for the prompt"),
-        ({"eval_data": ["x.jsonl"]}, "eval_data is compared by its loss"),
+        ({"eval_data": ["x.jsonl"]}, "eval_data is judged by a loss"),
         ({"packing": "tokens"}, "packing fills a microbatch with rows of known length"),
         ({"lora_rank": 4, "lora_dropout": 0.1, "recipe": "bf16"}, "lora_dropout would train another policy"),
         ({"num_generations": 1}, "num_generations must be greater than or equal to 2"),

@@ -2,13 +2,13 @@
 process holds one layer at a time, and then the embedding and the head.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
@@ -22,6 +22,8 @@ from fp8serve.model.config.mixture import keeps_fp32
 from fp8serve.ranks import Ranks
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.forward import Forward
+from fp8serve.train.sharded.asking import Asking
+from fp8serve.train.sharded.norm import sharded_norm
 from fp8serve.train.sharded.rows import Shards
 from fp8serve.train.sharded.sums import OrderedSum, ShardedExchange
 from fp8serve.train.sharded.units import Unit, divide_rest, divide_unit
@@ -58,6 +60,14 @@ class Sharded:
     def in_high_precision(self) -> Forward:
         """A second model, read again, whose weights are gathered as they are; it keeps little of its layers."""
         return self._second(replace(self._config, recompute=True)).forward
+
+    def norm(self, grads: Mapping[str, Tensor]) -> float:
+        """Of all gradients; see `sharded_norm`."""
+        return sharded_norm(self.shards, grads)
+
+    def asking(self, tensors: Mapping[str, Tensor], owners: Mapping[str, str]) -> Asking:
+        """For a checkpoint of these tensors; see `Asking`."""
+        return Asking(self.shards, tensors, owners)
 
     def exchange(self) -> ShardedExchange:
         """For the microbatches of one step."""

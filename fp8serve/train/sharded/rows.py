@@ -6,7 +6,7 @@ places. Parameters that are not trained are whole on every process.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -88,8 +88,3 @@ class _Own(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._tensors)
-
-
-def parameters_of(keys: Iterable[str]) -> dict[str, str]:
-    """The parameter that each tensor of an optimizer's state belongs to, by the tensor's name."""
-    return {key: key.rpartition(".")[0] for key in keys}
