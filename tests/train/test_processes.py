@@ -142,14 +142,19 @@ def metrics_in(job: Path) -> list[dict[str, Any]]:
     return [e for e in (json.loads(line) for line in lines if line.endswith("\n")) if e["type"] == "metrics"]
 
 
-def test_a_signal_stops_the_group_at_a_checkpoint(tmp_path: Path, configure: Configure) -> None:
-    job = make_job(tmp_path / "job", configure, **{**SHARED, "max_steps": 100_000}, save_every=None)
+def assert_stops_by_a_signal(job: Path) -> None:
+    """Run by a group of processes, the job stops at a checkpoint, without a word."""
     process = in_group(job)
     until(lambda: metrics_in(job) or process.poll() is not None)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out, err) == (EXIT_STOPPED, "", "")
     assert events(job)[-1]["code"] == "stopped"
+
+
+def test_a_signal_stops_the_group_at_a_checkpoint(tmp_path: Path, configure: Configure) -> None:
+    job = make_job(tmp_path / "job", configure, **{**SHARED, "max_steps": 100_000}, save_every=None)
+    assert_stops_by_a_signal(job)
     assert not (job / "result.json").exists()
 
 

@@ -110,8 +110,12 @@ def test_a_run_may_go_on_with_the_other_choice(configure: Configure, tmp_path: P
 
 
 @pytest.mark.parametrize("check", [validate, lambda config: Trainer(config).run()], ids=["dry run", "run"])
-def test_a_model_that_transformers_computes_is_refused(configure: Configure, tmp_path: Path, check: Any) -> None:
+@pytest.mark.parametrize("option", ["recompute", "fsdp"])
+def test_what_works_layer_by_layer_is_refused_where_transformers_computes(
+    configure: Configure, tmp_path: Path, option: str, check: Any
+) -> None:
     make("gpt_neox", tmp_path / "model")
     write_tokenizer(tmp_path / "model")
-    with pytest.raises(JobError, match="transformers computes this model as a whole"):
-        check(configure(model=str(tmp_path / "model"), recompute=True))
+    said = f"{option} works layer by layer, but transformers computes this model as a whole"
+    with pytest.raises(JobError, match=said):
+        check(configure(model=str(tmp_path / "model"), **{option: True}))

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import signal
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,9 @@ from fp8serve.errors import JobError, MachineError
 from fp8serve.model.storage import streamed
 from fp8serve.ranks import Ranks
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.job_process import EXIT_STOPPED
 from fp8serve.train.scratch import write_random_model
 from fp8serve.train.trainer import Trainer
-from fp8serve.train.validate import validate
-from tests.compatibility.cases import make
 from tests.fp8.distributed.ranks import on_ranks
-from tests.model.oracle import write_tokenizer
-from tests.patience import PATIENCE, until
 from tests.train.conftest import TEXTS, Configure, write_lines
 from tests.train.test_experts import write_mixture
 from tests.train.test_job_process import events, finish, make_job
@@ -28,8 +22,8 @@ from tests.train.test_processes import (
     SHARED,
     _train_spoiled,
     assert_same,
+    assert_stops_by_a_signal,
     by_processes,
-    in_group,
     metrics_in,
     metrics_of,
     run_whole,
@@ -212,12 +206,7 @@ def test_what_cannot_be_divided_is_refused_at_once(configure: Configure, options
 
 def test_a_signal_stops_a_sharded_group_at_a_checkpoint(tmp_path: Path, configure: Configure) -> None:
     job = make_job(tmp_path / "job", configure, **{**SHARED, "max_steps": 100_000}, save_every=None, fsdp=True)
-    process = in_group(job)
-    until(lambda: metrics_in(job) or process.poll() is not None)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, out, err) == (EXIT_STOPPED, "", "")
-    assert events(job)[-1]["code"] == "stopped"
+    assert_stops_by_a_signal(job)
     divided = next(e["message"] for e in events(job) if e.get("code") == "sharded")
     assert divided.endswith("divided among 2 processes (FSDP2); layers are gathered in FP8")
 
@@ -230,11 +219,3 @@ def test_sharded_processes_killed_at_random_write_the_directory_of_one(tmp_path:
     assert_same(whole, job)
     losses = [[(e["step"], e["train_loss"]) for e in metrics_in(directory)] for directory in (whole, job)]
     assert losses[0] == losses[1]
-
-
-@pytest.mark.parametrize("check", [validate, lambda config: Trainer(config).run()], ids=["dry run", "run"])
-def test_a_model_that_transformers_computes_is_refused(configure: Configure, tmp_path: Path, check: Any) -> None:
-    make("gpt_neox", tmp_path / "model")
-    write_tokenizer(tmp_path / "model")
-    with pytest.raises(JobError, match="fsdp works layer by layer, but transformers computes this model as a whole"):
-        check(configure(model=str(tmp_path / "model"), fsdp=True))
