@@ -93,8 +93,8 @@ Reports& reports() {
 }
 
 const char* name_of(Numerics numerics) {
-  constexpr std::array<const char*, 6> names = {"exact",      "last_bit",     "sums_fp64",
-                                                "four_lanes", "tiles16_fp32", "tiles64_bf16"};
+  constexpr std::array<const char*, 7> names = {"exact",        "last_bit",     "sums_fp64", "four_lanes",
+                                                "tiles16_fp32", "tiles64_bf16", "pairs_bf16"};
   return names[static_cast<size_t>(numerics)];
 }
 

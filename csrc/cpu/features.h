@@ -56,7 +56,7 @@ inline bool has(Features needed) { return (features() & needed) == needed; }
 
 // In which order a kernel adds and how exact it is: docs/numerics.md describes each class, and tests check
 // that a variant follows its class. Variants of one class give the same bits.
-enum class Numerics { exact, last_bit, sums_fp64, four_lanes, tiles16_fp32, tiles64_bf16 };
+enum class Numerics { exact, last_bit, sums_fp64, four_lanes, tiles16_fp32, tiles64_bf16, pairs_bf16 };
 
 struct Variant {
   const char* name;

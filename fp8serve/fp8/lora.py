@@ -25,6 +25,7 @@ from fp8serve.fp8.ops.arithmetic import dequantize
 from fp8serve.fp8.ops.packing import unpack_weight
 
 _mm = torch.ops.fp8serve.mm.default
+_wgrad = torch.ops.fp8serve.wgrad.default
 ROWS_AT_ONCE = 256  # rows of a weight that are widened to FP32 at a time
 
 
@@ -60,9 +61,7 @@ class _LowRank(torch.autograd.Function):
         dy = dy.to(torch.bfloat16).contiguous()
         d_inner = (_mm(dy, _turned(b), None, torch.float32) * ctx.scaling).to(torch.bfloat16)
         dx = _mm(d_inner, _turned(a), None, x.dtype) if ctx.needs_input_grad[0] else None
-        # of BF16 values in FP32: the matrices are thin, and turning x and dY for `mm` would take longer than this
-        da, db = d_inner.float().t() @ x.float(), dy.float().t() @ inner.float()
-        return dx, da, db, None
+        return dx, _wgrad(d_inner, x), _wgrad(inner, dy).t(), None
 
 
 class _Rescaled(torch.autograd.Function):

@@ -5,9 +5,9 @@ A query's result depends on itself, its keys and its position alone (csrc/cpu/at
 prefill, decoding, any chunk and any cached prefix. With the scales of an FP8 cache (`KvScale`) keys and values are cast
 as the server casts them.
 
-The backward pass is that of `causal_attention`, recomputed from queries, keys and values: it is the gradient of the
-same function, and a server computes no gradient. The op's forward pass is several times as fast as that of torch's
-attention, so a step takes no longer. Gradients pass unchanged through the cast to an FP8 cache.
+The backward pass recomputes the weights from queries, keys and values, and keeps nothing else: on a CPU it is our op
+`attention_backward`, where there is no kernel that of `causal_attention`, the gradient of the same function. Gradients
+pass unchanged through the cast to an FP8 cache.
 """
 
 from collections.abc import Sequence
@@ -23,6 +23,7 @@ from fp8serve.fp8.attention import causal_attention, check_lengths
 
 E4M3 = torch.float8_e4m3fn
 _HAS_KERNEL = "cpu kernel" in ops.backends("cpu")["paged_attention"]
+_attention_backward = torch.ops.fp8serve.attention_backward.default
 _paged_attention = torch.ops.fp8serve.paged_attention.default
 _quantize = torch.ops.fp8serve.quantize.default
 
@@ -65,15 +66,9 @@ class _Served(torch.autograd.Function):
         q, k, v, sinks = cast(list[Tensor], [None if t is None else t.detach() for t in ctx.saved_tensors])
         if ctx.scale is not None:
             k, v = _rounded(k, ctx.scale.k, ctx.scale.k_inv), _rounded(v, ctx.scale.v, ctx.scale.v_inv)
-        wanted = [i for i in range(4) if ctx.needs_input_grad[i]]
-        leaves = [(q, k, v, sinks)[i].requires_grad_() for i in wanted]
-        options: _Options = ctx.options
-        with torch.enable_grad():
-            out = causal_attention(
-                q, k, v, options.lengths, options.softmax_scale, options.window, options.softcap, sinks
-            )
-        found = dict(zip(wanted, torch.autograd.grad(out, leaves, grad), strict=True))
-        return *(found.get(i) for i in range(4)), None, None
+        backward = _backward if is_served(q) else _backward_by_torch
+        found = backward(grad, q, k, v, sinks, ctx.options, ctx.needs_input_grad[:4])
+        return *found, None, None
 
 
 def served_attention(
@@ -112,6 +107,30 @@ def _paged(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: _Opti
     where = _tables(options.lengths, q.device)
     scores = options.softmax_scale, options.window, options.softcap
     return cast(Tensor, _paged_attention(q, k.unsqueeze(1), v.unsqueeze(1), *where, *scales, *scores, sinks))
+
+
+Gradients = tuple[Tensor | None, ...]  # of q, k, v and sinks; None where none is wanted
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: _Options, wanted: Sequence[bool]
+) -> Gradients:
+    lengths, *scores = options
+    wide = None if sinks is None else sinks.float()
+    found = _attention_backward(grad.to(q.dtype), q, k, v, list(lengths), *scores, wide)
+    *of_tokens, of_sinks = (d if is_wanted else None for d, is_wanted in zip(found, wanted, strict=True))
+    return *of_tokens, of_sinks if sinks is None or of_sinks is None else of_sinks.to(sinks.dtype)
+
+
+def _backward_by_torch(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: _Options, wanted: Sequence[bool]
+) -> Gradients:
+    places = [i for i, is_wanted in enumerate(wanted) if is_wanted]
+    leaves = [cast(Tensor, (q, k, v, sinks)[i]).requires_grad_() for i in places]
+    with torch.enable_grad():
+        out = causal_attention(q, k, v, options.lengths, options.softmax_scale, options.window, options.softcap, sinks)
+    found = dict(zip(places, torch.autograd.grad(out, leaves, grad), strict=True))
+    return tuple(found.get(i) for i in range(len(wanted)))
 
 
 def _tables(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,7 +21,7 @@ EXACT = frozenset({
 _PRODUCTS = frozenset({"scaled_mm", "scaled_mm_add", "mm", "grouped_mm"})
 # How far a value may be from the reference, of the size of what was summed, beside roundings to its type: tensor cores
 # keep as few as 14 bits of a sum of 128 products, and attention rounds its weights to BF16.
-_SHARE, _SHARES = 2.0**-11, {"paged_attention": 2.0**-8, "watched_mm_add": 2.0**-8}
+_SHARE, _SHARES = 2.0**-11, {"paged_attention": 2.0**-8, "attention_backward": 2.0**-7, "watched_mm_add": 2.0**-8}
 _FEW = 0.02  # of FP8 values that may lie on the other side of a rounding
 
 Arguments = tuple[Any, ...]
