@@ -139,6 +139,7 @@ def main() -> None:
                 seconds = statistics.median(rounds[arm][-1]["seconds"])
                 print(f"round {number + 1}, {arm}: {seconds:.3f} s a step", file=sys.stderr)
     command = f"python benchmarks/finetuning.py MODEL --peer PYTHON --rounds {asked.rounds} --steps {asked.steps}"
+    command += f" --batch-size {asked.batch_size}"
     shape = {"batch_size": asked.batch_size, "seq_len": asked.seq_len, "lora_rank": RANK}
     figures = compared(rounds, asked.batch_size * asked.seq_len)
     print(json.dumps({"made": provenance(command), **shape, "figures": figures, "rounds": rounds}, indent=1))

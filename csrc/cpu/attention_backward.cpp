@@ -1,23 +1,11 @@
 // attention_backward: the gradients of causal attention within each sequence, of BF16.
 //
-// A task is one sequence and one query head. It takes 64 queries at a time, against all keys that these see.
-// Everything lies transposed, a key a row and a query a column, so that a softmax goes down columns and needs
-// no sum across a vector, and so that weights and their gradients are the left operands of the products that
-// they enter:
-//
-//   S = K Q^T, capped    weights P = softmax of S down each column
-//   dP = V dO^T          D = the sum of P dP down each column
-//   dS = P (dP - D)      times the cap's slope and the softmax scale
-//   dV += P dO,  dK += dS Q,  dQ^T = K^T dS
-//
-// Scores and weights are FP32; P and dS are rounded to BF16 for their products, whose sums are FP32
-// (pair_product.h). dK and dV of a head are summed over the queries in order, then over the heads that share
-// them, in order: neither threads nor other sequences change a bit.
+// This file checks the op's arguments, and gives the threads sequences and heads (attention_backward.h). The
+// heads that share keys are summed in order, so that neither threads nor other sequences change a bit.
+#include "cpu/attention_backward.h"
+
 #include <torch/csrc/stable/library.h>
 
-#include <algorithm>
-#include <bit>
-#include <cmath>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -27,326 +15,10 @@
 #include "cpu/pair_product.h"
 #include "cpu/scratch.h"
 #include "cpu/tensors.h"
-#include "cpu/vectormath.h"
 
 namespace fp8serve {
+namespace attention_backward {
 namespace {
-
-constexpr int64_t kTile = 64;  // queries, and keys of a product
-constexpr int64_t kUnit = 16;  // dimensions are padded to multiples of this
-
-int64_t padded(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
-
-// --- what is computed
-
-struct Inputs {
-  const uint16_t *q, *k, *v, *grad;  // [T][heads or kv_heads][dim]
-  const float* sinks;                // [heads], or null
-  int64_t heads, kv_heads, dim;
-  int64_t window;
-  float scale, softcap;
-
-  int64_t width() const { return padded(dim, kUnit); }
-  int64_t group() const { return heads / kv_heads; }
-};
-
-struct Sequence {
-  int64_t first, length;  // tokens
-  int64_t rows() const { return padded(length, kTile); }
-};
-
-// What a head of a sequence leaves: dK and dV [rows][width], and the gradient of its sink.
-struct Gradients {
-  float *k, *v, *sink;
-
-  static int64_t size(const Sequence& s, int64_t width) { return 2 * s.rows() * width + 1; }
-  static Gradients at(float* memory, const Sequence& s, int64_t width) {
-    return {memory, memory + s.rows() * width, memory + 2 * s.rows() * width};
-  }
-};
-
-// A task's working memory.
-struct Space {
-  uint16_t *k, *v;                     // [rows][width]
-  uint16_t* k_turned;                  // [width][rows]
-  uint16_t *q, *grad;                  // [kTile][width]: of 64 queries
-  uint32_t *q_columns, *grad_columns;  // [width / 2][kTile]: pairs of dimensions
-  uint32_t *q_pairs, *grad_pairs;      // [kTile / 2][width]: pairs of queries
-  float *scores, *products;            // [rows][kTile]: S, then P; dP
-  float* slopes;                       // [rows][kTile] of the cap, or null
-  uint16_t *weights, *gradients;       // [kTile][kTile]: P and dS of 64 keys
-  uint32_t* gradient_pairs;            // [kTile / 2][kTile]: dS, pairs of keys
-  float* d_q;                          // [width][kTile]
-};
-
-template <class T>
-T* take(char*& at, int64_t count) {
-  T* found = reinterpret_cast<T*>(at);
-  at += padded(count * static_cast<int64_t>(sizeof(T)), 64);
-  return found;
-}
-
-Space lay_out(char* memory, const Inputs& in, const Sequence& s, int64_t* bytes) {
-  const int64_t rows = s.rows(), width = in.width();
-  char* at = memory;
-  Space space;
-  space.k = take<uint16_t>(at, rows * width);
-  space.v = take<uint16_t>(at, rows * width);
-  space.k_turned = take<uint16_t>(at, rows * width);
-  space.q = take<uint16_t>(at, kTile * width);
-  space.grad = take<uint16_t>(at, kTile * width);
-  space.q_columns = take<uint32_t>(at, kTile * width / 2);
-  space.grad_columns = take<uint32_t>(at, kTile * width / 2);
-  space.q_pairs = take<uint32_t>(at, kTile * width / 2);
-  space.grad_pairs = take<uint32_t>(at, kTile * width / 2);
-  space.scores = take<float>(at, rows * kTile);
-  space.products = take<float>(at, rows * kTile);
-  space.slopes = in.softcap > 0.0f ? take<float>(at, rows * kTile) : nullptr;
-  space.weights = take<uint16_t>(at, kTile * kTile);
-  space.gradients = take<uint16_t>(at, kTile * kTile);
-  space.gradient_pairs = take<uint32_t>(at, kTile * kTile / 2);
-  space.d_q = take<float>(at, kTile * width);
-  *bytes = at - memory;
-  return space;
-}
-
-// --- operands in the orders that products read
-
-// Rows [first, first + count) of one head, `stride` elements apart, padded with zeros to `rows` of `width`.
-void copy_rows(const uint16_t* from, int64_t stride, int64_t count, int64_t dim, int64_t rows, int64_t width,
-               uint16_t* out) {
-  for (int64_t r = 0; r < rows; ++r, out += width) {
-    if (r < count) std::copy_n(from + r * stride, dim, out);
-    std::fill(out + (r < count ? dim : 0), out + width, uint16_t{0});
-  }
-}
-
-struct TurnRows {
-  static FP8_INLINE void run(const uint16_t* x, int64_t rows, int64_t width, uint16_t* out) {
-    for (int64_t d = 0; d < width; ++d) {
-      for (int64_t r = 0; r < rows; ++r) out[d * rows + r] = x[r * width + d];
-    }
-  }
-};
-
-// [kTile][width] -> pairs of dimensions by query, and pairs of queries by dimension.
-struct PairUp {
-  static FP8_INLINE void run(const uint16_t* x, int64_t width, uint32_t* columns, uint32_t* rows) {
-    for (int64_t i = 0; i < width / 2; ++i) {
-      for (int64_t r = 0; r < kTile; ++r)
-        columns[i * kTile + r] = x[r * width + 2 * i] | static_cast<uint32_t>(x[r * width + 2 * i + 1]) << 16;
-    }
-    for (int64_t r = 0; r < kTile; r += 2)
-      pairs::interleave(x + r * width, x + (r + 1) * width, width, rows + r / 2 * width);
-  }
-};
-
-// --- softmax and its gradient, down columns
-
-// The keys [begin, end) that 64 queries see, as places in a sequence; `query` is the first of them.
-struct Seen {
-  int64_t begin, end, query;
-};
-
-// Scores -> weights, still to be multiplied by each query's `share`: one over its sum. `top`: each query's
-// highest score. Keys that a query does not see get the weight 0.
-struct Weigh {
-  static FP8_INLINE void run(const Inputs* in, Seen seen, float sink, const Space* s, float* top,
-                             float* share) {
-    float highest[kTile];
-    for (int64_t c = 0; c < kTile; ++c) highest[c] = sink;
-    for (int64_t key = seen.begin; key < seen.end; ++key) {
-      float* row = s->scores + (key - seen.begin) * kTile;
-      const int64_t from = key - seen.query, to = from + in->window;  // queries that see the key
-      if (in->softcap > 0.0f) {
-        float* slope = s->slopes + (key - seen.begin) * kTile;
-        for (int64_t c = 0; c < kTile; ++c) {
-          const float bent = tanh_of(row[c] * in->scale / in->softcap);
-          slope[c] = (1.0f - bent * bent) * in->scale;
-          row[c] = in->softcap * bent;
-        }
-      } else {
-        for (int64_t c = 0; c < kTile; ++c) row[c] *= in->scale;
-      }
-      for (int64_t c = 0; c < kTile; ++c) {
-        const float score = c >= from && c < to ? row[c] : -INFINITY;
-        row[c] = score;
-        highest[c] = score > highest[c] ? score : highest[c];
-      }
-    }
-    float total[kTile];
-    for (int64_t c = 0; c < kTile; ++c) total[c] = exp_of(sink - highest[c]);
-    for (int64_t key = seen.begin; key < seen.end; ++key) {
-      float* row = s->scores + (key - seen.begin) * kTile;
-      for (int64_t c = 0; c < kTile; ++c) {
-        row[c] = exp_of(row[c] - highest[c]);
-        total[c] += row[c];
-      }
-    }
-    for (int64_t c = 0; c < kTile; ++c) top[c] = highest[c], share[c] = 1.0f / total[c];
-  }
-};
-
-// D of each query, from weights that are not divided by their sums yet.
-struct Mean {
-  static FP8_INLINE void run(Seen seen, const Space* s, const float* share, float* mean) {
-    float total[kTile] = {};
-    for (int64_t i = 0; i < (seen.end - seen.begin) * kTile; i += kTile) {
-      for (int64_t c = 0; c < kTile; ++c) total[c] += s->scores[i + c] * s->products[i + c];
-    }
-    for (int64_t c = 0; c < kTile; ++c) mean[c] = total[c] * share[c];
-  }
-};
-
-// 64 numbers rounded to BF16; subnormals become zero, which every variant of a product takes them for.
-FP8_INLINE void round_row(const float* x, uint16_t* out) {
-  for (int64_t c = 0; c < kTile; ++c) {
-    const bool is_normal = (std::bit_cast<uint32_t>(x[c]) & 0x7f800000u) != 0;
-    BF16 y;
-    store(is_normal ? x[c] : 0.0f, &y);
-    out[c] = y.bits;
-  }
-}
-
-// P and dS of 64 keys from row `at` on.
-struct Differentiate {
-  static FP8_INLINE void run(const Inputs* in, const Space* s, int64_t at, const float* share,
-                             const float* mean) {
-    for (int64_t r = 0; r < kTile; ++r) {
-      const float* weight = s->scores + (at + r) * kTile;
-      const float* product = s->products + (at + r) * kTile;
-      alignas(64) float p[kTile], change[kTile];
-      for (int64_t c = 0; c < kTile; ++c) {
-        p[c] = weight[c] * share[c];
-        change[c] = p[c] * (product[c] - mean[c]);
-      }
-      if (s->slopes == nullptr) {
-        for (int64_t c = 0; c < kTile; ++c) change[c] *= in->scale;
-      } else {
-        const float* slope = s->slopes + (at + r) * kTile;
-        for (int64_t c = 0; c < kTile; ++c) change[c] *= slope[c];
-      }
-      round_row(p, s->weights + r * kTile);
-      round_row(change, s->gradients + r * kTile);
-    }
-    for (int64_t r = 0; r < kTile; r += 2)
-      pairs::interleave(s->gradients + r * kTile, s->gradients + (r + 1) * kTile, kTile,
-                        s->gradient_pairs + r / 2 * kTile);
-  }
-};
-
-// --- a task
-
-class Head {
- public:
-  Head(const Inputs& in, const Sequence& sequence, int64_t head, const Space& space, const Gradients& out,
-       uint16_t* d_q)
-      : in_(in), sequence_(sequence), head_(head), space_(space), out_(out), d_q_(d_q) {}
-
-  void run() {
-    const int64_t rows = sequence_.rows(), width = in_.width(), at = head_ / in_.group() * in_.dim;
-    const int64_t stride = in_.kv_heads * in_.dim, first = sequence_.first * stride + at;
-    copy_rows(in_.k + first, stride, sequence_.length, in_.dim, rows, width, space_.k);
-    copy_rows(in_.v + first, stride, sequence_.length, in_.dim, rows, width, space_.v);
-    dispatch<TurnRows>(space_.k, rows, width, space_.k_turned);
-    std::fill_n(out_.k, rows * width, 0.0f);
-    std::fill_n(out_.v, rows * width, 0.0f);
-    *out_.sink = 0.0f;
-    for (int64_t query = 0; query < sequence_.length; query += kTile) queries(query);
-  }
-
- private:
-  void queries(int64_t query) {
-    const int64_t from = std::max<int64_t>(0, query - in_.window + 1) / kTile * kTile;
-    const Seen seen{from, query + kTile, query};
-    load(query, in_.q, space_.q, space_.q_columns, space_.q_pairs);
-    load(query, in_.grad, space_.grad, space_.grad_columns, space_.grad_pairs);
-    with_queries(space_.k, space_.q_columns, seen, space_.scores);
-    with_queries(space_.v, space_.grad_columns, seen, space_.products);
-    alignas(64) float top[kTile], share[kTile], mean[kTile];
-    const float sink = in_.sinks == nullptr ? -INFINITY : in_.sinks[head_];
-    dispatch<Weigh>(&in_, seen, sink, &space_, top, share);
-    dispatch<Mean>(seen, &space_, share, mean);
-    for (int64_t c = 0; in_.sinks != nullptr && c < kTile; ++c)
-      *out_.sink -= exp_of(sink - top[c]) * share[c] * mean[c];
-    for (int64_t key = seen.begin; key < seen.end; key += kTile) {
-      dispatch<Differentiate>(&in_, &space_, key - seen.begin, share, mean);
-      add_keys(key, key > seen.begin);
-    }
-    store_queries(query);
-  }
-
-  // 64 queries, or of as many as there are and zeros, of the head.
-  void load(int64_t query, const uint16_t* from, uint16_t* rows, uint32_t* columns, uint32_t* row_pairs) {
-    const int64_t stride = in_.heads * in_.dim, count = std::min(kTile, sequence_.length - query);
-    copy_rows(from + (sequence_.first + query) * stride + head_ * in_.dim, stride, count, in_.dim, kTile,
-              in_.width(), rows);
-    dispatch<PairUp>(rows, in_.width(), columns, row_pairs);
-  }
-
-  // out [keys][64 queries]: each key's row times each query's.
-  void with_queries(const uint16_t* keys, const uint32_t* columns, Seen seen, float* out) {
-    const int64_t width = in_.width();
-    pairs::multiply({.a = keys + seen.begin * width,
-                     .a_stride = width,
-                     .b = columns,
-                     .b_stride = kTile,
-                     .k = width,
-                     .out = out,
-                     .out_stride = kTile,
-                     .rows = seen.end - seen.begin,
-                     .columns = kTile,
-                     .add = false});
-  }
-
-  // The 64 keys from `key` on: what they get from these queries, and what the queries get from them. `more`:
-  // onto what the queries got from keys before.
-  void add_keys(int64_t key, bool more) {
-    add_to_keys(space_.weights, space_.grad_pairs, out_.v + key * in_.width());
-    add_to_keys(space_.gradients, space_.q_pairs, out_.k + key * in_.width());
-    pairs::multiply({.a = space_.k_turned + key,
-                     .a_stride = sequence_.rows(),
-                     .b = space_.gradient_pairs,
-                     .b_stride = kTile,
-                     .k = kTile,
-                     .out = space_.d_q,
-                     .out_stride = kTile,
-                     .rows = in_.width(),
-                     .columns = kTile,
-                     .add = more});
-  }
-
-  // out [64 keys][width] += a [keys][64 queries] times the queries' rows.
-  void add_to_keys(const uint16_t* a, const uint32_t* query_pairs, float* out) {
-    pairs::multiply({.a = a,
-                     .a_stride = kTile,
-                     .b = query_pairs,
-                     .b_stride = in_.width(),
-                     .k = kTile,
-                     .out = out,
-                     .out_stride = in_.width(),
-                     .rows = kTile,
-                     .columns = in_.width(),
-                     .add = true});
-  }
-
-  void store_queries(int64_t query) {
-    const int64_t stride = in_.heads * in_.dim, count = std::min(kTile, sequence_.length - query);
-    auto* out = reinterpret_cast<BF16*>(d_q_) + (sequence_.first + query) * stride + head_ * in_.dim;
-    for (int64_t c = 0; c < count; ++c) {
-      for (int64_t d = 0; d < in_.dim; ++d) store(space_.d_q[d * kTile + c], out + c * stride + d);
-    }
-  }
-
-  const Inputs& in_;
-  const Sequence& sequence_;
-  int64_t head_;
-  const Space& space_;
-  const Gradients& out_;
-  uint16_t* d_q_;
-};
-
-// --- all sequences and heads
 
 // The heads of a group, in order, summed and rounded.
 struct SumHeads {
@@ -364,7 +36,10 @@ struct Outputs {
   float* sinks;
 };
 
-// The heads of some groups at once: enough for all threads, but few, because each has its dK and dV in FP32.
+// The heads of some groups at once: enough for all threads, but few, because each has its dK and dV in FP32:
+// four a thread, or fewer if these take more than kMost numbers.
+constexpr int64_t kMost = 1 << 25;
+
 class Backward {
  public:
   Backward(const Inputs& in, const std::vector<Sequence>& sequences, const Outputs& out)
@@ -373,10 +48,12 @@ class Backward {
   }
 
   void run() {
-    const int64_t all = static_cast<int64_t>(sequences_.size()) * in_.kv_heads;
+    thread_local Scratch gradients;
+    const int64_t all = static_cast<int64_t>(sequences_.size()) * in_.kv_heads, group = in_.group();
     const int64_t threads = static_cast<int64_t>(torch::stable::get_num_threads());
-    const int64_t together = std::min(all, (4 * threads + in_.group() - 1) / in_.group());
-    memory_ = gradients_.get<float>(together * in_.group() * size_);
+    const int64_t tasks = std::clamp(kMost / size_, threads, 4 * threads);
+    const int64_t together = std::min(all, (tasks + group - 1) / group);
+    memory_ = gradients.get<float>(together * group * size_);
     for (int64_t first = 0; first < all; first += together) some(first, std::min(all, first + together));
   }
 
@@ -392,13 +69,9 @@ class Backward {
   void some(int64_t first, int64_t last) {
     const int64_t group = in_.group();
     parallel_tasks((last - first) * group, [&](int64_t task) {
-      thread_local Scratch scratch;
       const Group g = group_at(first + task / group);
-      int64_t bytes = 0;
-      lay_out(nullptr, in_, g.sequence, &bytes);
-      const Space space = lay_out(scratch.get<char>(bytes), in_, g.sequence, &bytes);
       const Gradients out = Gradients::at(memory_ + task * size_, g.sequence, in_.width());
-      Head(in_, g.sequence, g.kv_head * group + task % group, space, out, out_.q).run();
+      differentiate(in_, g.sequence, g.kv_head * group + task % group, out, out_.q);
     });
     parallel_tasks(last - first,
                    [&](int64_t i) { finish(group_at(first + i), memory_ + i * group * size_); });
@@ -422,15 +95,16 @@ class Backward {
   const Inputs& in_;
   const std::vector<Sequence>& sequences_;
   const Outputs& out_;
-  Scratch gradients_;
   float* memory_ = nullptr;
   int64_t size_ = 0;
 };
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
-    const Tensor& grad_in, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
-    const std::vector<int64_t> lengths, double softmax_scale, std::optional<int64_t> window,
-    std::optional<double> softcap, const std::optional<Tensor>& sinks_in) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_in, const Tensor& q_in,
+                                                    const Tensor& k_in, const Tensor& v_in,
+                                                    const std::vector<int64_t> lengths, double softmax_scale,
+                                                    std::optional<int64_t> window,
+                                                    std::optional<double> softcap,
+                                                    const std::optional<Tensor>& sinks_in) {
   const Contract check("attention_backward");
   check.rank("q", q_in, 3);
   check.rank("k", k_in, 3);
@@ -481,9 +155,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
 }
 
 }  // namespace
+}  // namespace attention_backward
 }  // namespace fp8serve
 
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
-  m.impl("attention_backward", TORCH_BOX(&fp8serve::attention_backward));
+  m.impl("attention_backward", TORCH_BOX(&fp8serve::attention_backward::backward));
   fp8serve::report<fp8serve::pairs::kVariants>("attention_backward");
 }

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8serve.fp8.ops.attention import attend
+from fp8serve.fp8.ops.attention import attention_weights, hidden
 from fp8serve.fp8.ops.fakes import dense_like
 from fp8serve.fp8.ops.registry import Case, define
 
@@ -29,22 +29,48 @@ def attention_backward(
 
     grad, q and d_q BF16 [T, heads, head_dim]; k, v, d_k and d_v BF16 [T, kv_heads, head_dim]; T is the sum of
     `lengths`. window, softcap and sinks as in `paged_attention`; d_sinks FP32 [heads], zeros without sinks. The
-    reference differentiates in FP64. The kernel recomputes the weights tile by tile (Dao et al., FlashAttention, 2022,
+    reference computes in FP64. The kernel recomputes the weights tile by tile (Dao et al., FlashAttention, 2022,
     algorithm 4), from queries and keys alone.
     """
-    given = torch.zeros(q.shape[1], device=q.device) if sinks is None else sinks
-    leaves = [t.detach().double().requires_grad_() for t in (q, k, v, given)]
-    parts = zip(*(torch.split(t, lengths) for t in leaves[:3]), strict=True)
-    joining = leaves[3] if sinks is not None else None
-    with torch.enable_grad():
-        out = [
-            attend(a, b.transpose(0, 1), c.transpose(0, 1), softmax_scale, window, softcap, joining)
-            for a, b, c in parts
-        ]
-        every = torch.cat([leaves[0][:0], *out])
-        found = torch.autograd.grad(every, leaves, grad.double(), allow_unused=True, materialize_grads=True)
-    d_q, d_k, d_v, d_sinks = (d.to(t.dtype) for d, t in zip(found, (q, k, v, given), strict=True))
-    return d_q, d_k, d_v, d_sinks
+    d_q, d_k, d_v = (torch.zeros_like(t, dtype=torch.float64) for t in (q, k, v))
+    d_sinks = torch.zeros(q.shape[1], dtype=torch.float64, device=q.device)
+    start = 0
+    for length in lengths:
+        rows = slice(start, start + length)
+        one = _of_sequence(*(t[rows].double() for t in (grad, q, k, v)), softmax_scale, window, softcap, sinks)
+        d_q[rows], d_k[rows], d_v[rows] = one[:3]
+        d_sinks += one[3]
+        start += length
+    return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), d_sinks.float()
+
+
+def _of_sequence(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Gradients:
+    """In FP64. With S = Q K^T, capped, P = softmax(S) and dP = dO V^T, the gradient of S is P (dP - D), where D is the
+    sum of P dP over the keys. A sink has no value, so its own dP is 0."""
+    group = q.shape[1] // k.shape[1]
+    grad, q, k, v = (t.transpose(0, 1) for t in (grad, q, k, v))  # [heads or kv_heads, L, head_dim]
+    k, v = (t.repeat_interleave(group, 0) for t in (k, v))
+    scores = q @ k.mT * softmax_scale
+    joining = None if sinks is None else sinks.view(-1, 1, 1)
+    weights = attention_weights(scores, hidden(q.shape[1], q.shape[1], window, q.device), softcap, joining)
+    d_weights = grad @ v.mT
+    mean = (weights * d_weights).sum(-1, keepdim=True)
+    d_scores = weights * (d_weights - mean)
+    if softcap is not None:
+        d_scores = d_scores * (1 - torch.tanh(scores / softcap).square())
+    of_keys = (d_scores.mT @ q * softmax_scale, weights.mT @ grad)
+    d_k, d_v = (d.unflatten(0, (-1, group)).sum(1).transpose(0, 1) for d in of_keys)
+    d_sinks = -((1 - weights.sum(-1)) * mean[..., 0]).sum(-1) * (sinks is not None)
+    return (d_scores @ k * softmax_scale).transpose(0, 1), d_k, d_v, d_sinks
 
 
 def _fake(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Gradients:
