@@ -37,7 +37,8 @@ def attention_backward(
     start = 0
     for length in lengths:
         rows = slice(start, start + length)
-        one = _of_sequence(*(t[rows].double() for t in (grad, q, k, v)), softmax_scale, window, softcap, sinks)
+        dy, a, b, c = (t[rows].double() for t in (grad, q, k, v))
+        one = _of_sequence(dy, a, b, c, softmax_scale, window, softcap, sinks)
         d_q[rows], d_k[rows], d_v[rows] = one[:3]
         d_sinks += one[3]
         start += length
@@ -56,7 +57,7 @@ def _of_sequence(
 ) -> Gradients:
     """In FP64. With S = Q K^T, capped, P = softmax(S) and dP = dO V^T, the gradient of S is P (dP - D), where D is the
     sum of P dP over the keys. A sink has no value, so its own dP is 0."""
-    group = q.shape[1] // k.shape[1]
+    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
     grad, q, k, v = (t.transpose(0, 1) for t in (grad, q, k, v))  # [heads or kv_heads, L, head_dim]
     k, v = (t.repeat_interleave(group, 0) for t in (k, v))
     scores = q @ k.mT * softmax_scale
@@ -68,7 +69,7 @@ def _of_sequence(
     if softcap is not None:
         d_scores = d_scores * (1 - torch.tanh(scores / softcap).square())
     of_keys = (d_scores.mT @ q * softmax_scale, weights.mT @ grad)
-    d_k, d_v = (d.unflatten(0, (-1, group)).sum(1).transpose(0, 1) for d in of_keys)
+    d_k, d_v = (d.view(kv_heads, group, *d.shape[1:]).sum(1).transpose(0, 1) for d in of_keys)
     d_sinks = -((1 - weights.sum(-1)) * mean[..., 0]).sum(-1) * (sinks is not None)
     return (d_scores @ k * softmax_scale).transpose(0, 1), d_k, d_v, d_sinks
 
