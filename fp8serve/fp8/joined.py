@@ -7,8 +7,8 @@ tensor becomes one per row, which multiplies the same sum. The first layer casts
 input scale and one set of counters.
 
 A tensor that is replaced instead of written to (an assignment, `.data`, `.to`, another module in a layer's place) is no
-longer a view. `is_current` sees that in torch's own dictionaries and in the tensors' addresses. It is called before
-every product, so its answer is never out of date.
+longer a view. The listener is told that something may have been replaced (replacing.py); then `is_current` sees in
+torch's own dictionaries and in the tensors' addresses whether it was.
 """
 
 from collections.abc import Mapping, Sequence
@@ -59,12 +59,12 @@ class Joined:
     """`layers` [N_i, K], by their names in the module that holds them, as one [sum of N_i, K].
 
     Changes the layers: see above. `can_join` must be true for them. The listener is told when a layer's weight, scale
-    or bias may have been given other memory (replacing.py).
+    or bias may have been given other memory; `note_replacements` lets it be told of the rest.
     """
 
     @torch.inference_mode(False)  # an inference tensor cannot be written to outside of inference mode
     @torch.no_grad()
-    def __init__(self, layers: Mapping[str, FrozenLinear], listener: Listener | None = None) -> None:
+    def __init__(self, layers: Mapping[str, FrozenLinear], listener: Listener) -> None:
         self._layers, self._listener = dict(layers), listener
         self._in_order = parts = list(layers.values())
         self._first = parts[0]
@@ -162,9 +162,6 @@ class Joined:
         first.input_scale, first.input_scale_inv = input_scale, input_scale_inv
         self._share()
 
-    def _listened(self, tensor: Tensor) -> Tensor:
-        return tensor if self._listener is None else part(tensor, self._listener)
-
     def _share(self) -> None:
         """The layers' tensors become views of the joined ones."""
         unit = GROUP if self.weight.dim() == 3 else 1
@@ -172,8 +169,8 @@ class Joined:
         scales = self._scale.split_with_sizes(self._scale_rows)
         biases = [None] * len(scales) if self._bias is None else self._bias.split_with_sizes(self._widths)
         for layer, weight, scale, bias in zip(self._layers.values(), weights, scales, biases, strict=True):
-            layer.weight_q, layer.weight_scale_inv = self._listened(weight), self._listened(scale)
-            layer.bias = None if bias is None else self._listened(bias)
+            layer.weight_q, layer.weight_scale_inv = part(weight, self._listener), part(scale, self._listener)
+            layer.bias = None if bias is None else part(bias, self._listener)
             for name in ("input_scale", "input_scale_inv", "amax", "saturated"):
                 setattr(layer, name, getattr(self._first, name))
         self._views = [_View.of(name, layer) for name, layer in self._layers.items()]

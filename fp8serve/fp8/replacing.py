@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fp8serve.fp8.torch_private import plain_torch_function
 
-DICTIONARIES = "_buffers", "_forward_hooks", "_forward_pre_hooks"  # of a layer
+_DICTIONARIES = "_buffers", "_forward_hooks", "_forward_pre_hooks"  # of a layer
 
 Listener = tuple[set[int], int]
 """On a change, the number is added to the set."""
@@ -85,9 +85,19 @@ def _tell(listeners: Sequence[Listener]) -> None:
         changed.add(number)
 
 
+def note_replacements(owner: nn.Module, names: Sequence[str], listener: Listener) -> None:
+    """From now on this listener is told when the owner gets another child, and when one of its children `names` gets
+    another tensor or a hook. Their tensors themselves must be Parts to tell when they get other memory."""
+    note_changes(owner, "_modules", listener)
+    for name in names:
+        for dictionary in _DICTIONARIES:
+            note_changes(owner._modules[name], dictionary, listener)  # type: ignore[arg-type]  # a child is there
+
+
 def note_changes(module: nn.Module, name: str, listener: Listener) -> None:
     """From now on a change of the module's dictionary `name` is told to this listener, too."""
     held = module.__dict__[name]
     if not isinstance(held, Noting):
         held = module.__dict__[name] = Noting(held)
-    held.listeners = [*held.listeners, listener]
+    if not any(changed is listener[0] and number == listener[1] for changed, number in held.listeners):
+        held.listeners = [*held.listeners, listener]

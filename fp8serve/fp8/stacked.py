@@ -6,7 +6,6 @@ hooked is noticed before the next call (replacing.py).
 """
 
 from collections.abc import Collection, Sequence
-from itertools import product
 from typing import cast
 
 import torch
@@ -18,7 +17,7 @@ from fp8serve.fp8.joined import Joined, are_whole_blocks, can_join
 from fp8serve.fp8.ops.arithmetic import CUT_OFF
 from fp8serve.fp8.ops.grouped import expert_of_rows
 from fp8serve.fp8.ops.packing import is_packable
-from fp8serve.fp8.replacing import DICTIONARIES, note_changes
+from fp8serve.fp8.replacing import note_replacements
 
 E4M3 = torch.float8_e4m3fn
 _grouped_mlp = torch.ops.fp8serve.grouped_mlp.default
@@ -59,9 +58,7 @@ class Stacked:
     def __init__(self, owners: Sequence[nn.Module], names: Sequence[str]) -> None:
         self._changed: set[int] = set()  # experts in which something may have been replaced
         for expert, owner in enumerate(owners):
-            note_changes(owner, "_modules", (self._changed, expert))
-            for layer, dictionary in product([owner._modules[name] for name in names], DICTIONARIES):
-                note_changes(cast(nn.Module, layer), dictionary, (self._changed, expert))
+            note_replacements(owner, names, (self._changed, expert))
         self._modules = [owner._modules for owner in owners]
         layers = [{name: cast(FrozenLinear, owner._modules[name]) for name in names} for owner in owners]
         self._parts = parts = [Joined(group, (self._changed, expert)) for expert, group in enumerate(layers)]

@@ -309,7 +309,7 @@ def frozen(weight: Tensor) -> FrozenLinear:
 
 def join(*parts: FrozenLinear) -> Joined:
     assert can_join(parts)
-    return Joined({str(i): part for i, part in enumerate(parts)})
+    return Joined({str(i): part for i, part in enumerate(parts)}, (set(), 0))
 
 
 def test_weights_that_lie_side_by_side_are_not_copied() -> None:

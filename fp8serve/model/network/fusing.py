@@ -7,7 +7,7 @@ time to call than to compute at batch 1. The ops round where the plain modules r
 with hooks, with gradients or with other kinds of weights are called one by one.
 
 Children and tensors are looked up in torch's own dictionaries: no copy of them can be out of date, and a module's
-attribute takes twenty times as long.
+attribute takes twenty times as long. Joined tensors are such copies; they are told of replacements (fp8/replacing.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +20,7 @@ from fp8serve.fp8.beside import busy
 from fp8serve.fp8.elementwise import gelu_tanh_mul, silu_mul
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.joined import Joined, can_join
+from fp8serve.fp8.replacing import note_replacements
 from fp8serve.model.config.decoder import Activation
 from fp8serve.model.network.norms import RMSNorm
 
@@ -41,6 +42,7 @@ class Projections:
     def __init__(self, owner: nn.Module, *names: str, widths: Sequence[int] | None = None) -> None:
         self._owner, self._names, self._widths = owner, names, widths
         self._joined: Joined | None = None
+        self._changed: set[int] = set()  # not empty where something that is joined may have been replaced
 
     def __call__(self, x: Tensor, norm: nn.Module | None) -> Sequence[Tensor]:
         """norm(x [T, K]), or x itself where there is no norm, through every projection: [T, N] each, in their order."""
@@ -65,7 +67,10 @@ class Projections:
         """Joins the linears if possible, and from then on also linears that replace them."""
         layers = [self._owner._modules[name] for name in self._names]
         if can_join(layers):
-            self._joined = Joined(dict(zip(self._names, layers, strict=True)))
+            listener = self._changed, 0
+            note_replacements(self._owner, self._names, listener)
+            self._joined = Joined(dict(zip(self._names, layers, strict=True)), listener)
+            self._changed.clear()
 
     def matrices(self) -> Iterator["nn.Module | Projections"]:
         """The matrices that a step multiplies by and that could be packed: all as one, or each separately."""
@@ -91,7 +96,10 @@ class Projections:
         """The joined linear, joined again if something in it was replaced. None: it was never joined, or no longer can
         be."""
         joined = self._joined
-        if joined is None or joined.is_current(self._owner._modules):
+        if joined is None or not self._changed:
+            return joined
+        if joined.is_current(self._owner._modules):
+            self._changed.clear()
             return joined
         self.join()
         return None if self._joined is joined else self._joined
