@@ -5,8 +5,6 @@ and head in BF16 as they are served. It needs no checkpoint and no tokenizer, so
 neither.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -49,21 +47,6 @@ def frozen(decoder: Decoder) -> Decoder:
         parent, _, last = name.rpartition(".")
         setattr(decoder.model.get_submodule(parent), last, layer)
     return decoder
-
-
-@contextmanager
-def apart(device: str) -> Iterator[None]:
-    """No launch begins before the one before has ended, where that can be."""
-    here = torch.empty(1, device=device)
-    if device != "cuda":
-        yield
-        return
-    off = str(torch.ops.fp8serve.gemm_kernels(here, ""))
-    torch.ops.fp8serve.gemm_kernels(here, f"{off}+overlap" if off else "overlap")
-    try:
-        yield
-    finally:
-        torch.ops.fp8serve.gemm_kernels(here, off or "none")
 
 
 class DecodeStep:

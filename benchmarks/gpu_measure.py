@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import gpu_experts, gpu_tiles
+from benchmarks.gpu_switches import without
 from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Linear, autocast
 from fp8serve.fp8 import ops
 
@@ -38,6 +39,7 @@ GEMMS = {  # M, N, K: (TFLOP/s promised, ours over cuBLASLt predicted)
     (8192, 8192, 8192): 0.9,
     (8192, 8192, 28672): 0.9,
 }
+PREFILL = {BF16: (250.0, 330.0), E4M3: (220.0, 300.0)}  # cache: (TFLOP/s promised, predicted)
 OTHER_GEMMS = [(256, 4096, 4096), (8192, 28672, 8192)]
 SKINNY = [(1, 4096, 4096), (1, 28672, 8192), (16, 28672, 8192), (16, 8192, 28672), (64, 28672, 8192)]
 LINEARS = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]  # of a layer of Llama 8B: out, in features
@@ -321,6 +323,27 @@ def attending(bench: Bench, dtype: torch.dtype) -> Iterator[Row]:
     yield {"what": f"paged decode {dtype}", "us": took * 1e6, "GB/s": rate / 1e9, "of copy": rate / copy}
 
 
+def prefilling(bench: Bench, dtype: torch.dtype) -> Iterator[Row]:
+    """A prompt of 8192 tokens, 32 heads over 8, head_dim 128: on Hopper by warpgroups, and by warps."""
+    length, heads, kv_heads = (64, 4, 1) if bench.dry else (8192, 32, 8)
+    tables = torch.randperm(length // 16, device=bench.device).int().view(1, -1)
+    lengths, starts = (torch.tensor(n, device=bench.device).int() for n in ([length], [0, length]))
+    k, v = (bench.noise(length // 16, 16, kv_heads, 128).to(dtype) for _ in range(2))
+    one = torch.ones((), device=bench.device) if dtype == E4M3 else None
+    args = (bench.noise(length, heads, 128), k, v, tables, lengths, starts, one, one, 128**-0.5)
+    work, times = 4 * 128 * heads * length * (length + 1) / 2, {}
+    for by in ("warpgroups", "warps") if bench.dry or capability() == 90 else ("warps",):
+        with without("attention_wgmma" if by == "warps" else "", bench.device):
+            times[by] = bench.seconds(lambda _: OPS.paged_attention(*args), 1)
+        rate = work / times[by] / 1e12
+        yield {"what": f"paged prefill 8192 {dtype} by {by}", "us": times[by] * 1e6, "TFLOP/s": rate}
+    if "warpgroups" in times:
+        rate, gain = work / times["warpgroups"] / 1e12, times["warps"] / times["warpgroups"]
+        at_least, predicted = PREFILL[dtype]
+        yield goal(f"paged prefill 8192 {dtype}, TFLOP/s", at_least, predicted, rate)
+        yield goal(f"paged prefill 8192 {dtype}, warpgroups over warps", 1.3, 1.7, gain)
+
+
 def decode(bench: Bench) -> Iterator[Row]:
     """A decoder of 1.1 billion parameters with random FP8 weights, one sequence, 512 tokens of context."""
     from benchmarks import gpu_decode
@@ -331,7 +354,7 @@ def decode(bench: Bench) -> Iterator[Row]:
     what = f"decode 1.1B batch 1{step.how}, weight bytes over copy bandwidth"
     yield goal(what, 0.6, 0.5, step.bytes / took / copy)
     del step
-    with gpu_decode.apart(bench.device):
+    with without("overlap", bench.device):
         apart = bench.seconds(gpu_decode.DecodeStep(bench.device, bench.dry), 1, 50, replayed=False)
     yield {"what": "decode 1.1B batch 1, launches apart", "us": apart * 1e6, "of overlapping": apart / took}
 
@@ -347,7 +370,7 @@ def parts(bench: Bench, group: str) -> list[Callable[[], Iterator[Row]]]:
             partial(updating, bench),
         ],
         "skinny": [partial(decoding_gemm, bench, shape, by_row) for shape in SKINNY for by_row in (False, True)],
-        "attention": [partial(attending, bench, dtype) for dtype in (BF16, E4M3)],
+        "attention": [partial(part, bench, dtype) for part in (attending, prefilling) for dtype in (BF16, E4M3)],
         "gemm": [
             *(partial(multiplying, bench, s, by_row) for s in [*GEMMS, *OTHER_GEMMS] for by_row in (False, True)),
             *(partial(multiplying_blocks, bench, shape) for shape in list(GEMMS)[:2]),

@@ -9,7 +9,7 @@
 // operations happen in the same order. So a row's result depends, to the last bit, on its own query and
 // context alone: not on the batch, not on how a prompt was cut.
 //
-// FP32 arithmetic without tensor cores, for every type and width. BF16 models use attention_mma.cu.
+// FP32 arithmetic without tensor cores, for every type and width. BF16 models use attention_tensor.cu.
 #include <torch/csrc/stable/library.h>
 
 #include "cuda/attention.h"
@@ -279,7 +279,7 @@ template <class C, int kWide>
 __global__ void __launch_bounds__(kThreads, 1) attend(const __grid_constant__ Work w) {
   after_earlier_kernels();
   auto& shared = *reinterpret_cast<Shared<kWide>*>(dynamic_shared());
-  const Rows rows = rows_of<kRows>(w);
+  const Rows rows = rows_of<kRows>(w, static_cast<int>(blockIdx.x));
   if (rows.count == 0) return;
   const int end = position_of(w, rows, rows.count - 1) + 1;  // keys that the last row sees
   load_queries(w, rows, shared);

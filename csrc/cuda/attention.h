@@ -7,6 +7,7 @@ namespace fp8serve {
 namespace attention {
 
 constexpr int kNoWindow = 1 << 30;  // keys: more than there are
+constexpr int kNoPrompt = 1 << 30;  // rows: more than there are
 
 struct Work {
   const void *q, *k, *v;
@@ -17,9 +18,10 @@ struct Work {
   float softmax_scale;
   bool whole;  // heads begin on 16 bytes and are eights of elements
   int sequences, max_blocks, block_size, heads, kv_heads, dim, segments;
-  int window;          // keys that a row sees at most, its own included
-  float softcap;       // c of c * tanh(score / c); 0: scores stay as they are
-  const float* sinks;  // [heads] logits that join the sums of weights, or null
+  int window;                   // keys that a row sees at most, its own included
+  float softcap;                // c of c * tanh(score / c); 0: scores stay as they are
+  const float* sinks;           // [heads] logits that join the sums of weights, or null
+  int prompt_rows = kNoPrompt;  // a sequence with as many rows is left to warpgroups (attention_wgmma.cu)
   // [segments][rows], [segments][rows], [segments][rows][dim]; null: one block does all segments
   float *maxima = nullptr, *sums = nullptr, *values = nullptr;
 };
@@ -32,6 +34,16 @@ struct Call {
 
 // Tensor cores, for BF16 queries. Returns false and does nothing for unsupported problems.
 bool attend_on_tensor_cores(const Call& call, const OnDevice& device, const Tensor& allocator);
+
+// The blocks of the mma kernel: warps in each, tiles of rows, and blocks that share the segments of a tile.
+struct MmaGrid {
+  int warps;
+  int64_t tiles, each;
+};
+// The rows of all sequences but prompts, by warps.
+void attend_by_mma(const Work& w, ScalarType cache, const MmaGrid& blocks, const OnDevice& device);
+// The rows of prompts, by warpgroups; with parts, a block takes one segment, else all of them.
+void attend_by_wgmma(const Work& w, ScalarType cache, int64_t tokens, const OnDevice& device);
 
 // Room for the parts of every segment; the memory lives as long as the tensor.
 inline Tensor make_parts(Work& w, int64_t tokens, const Tensor& allocator) {
@@ -65,8 +77,7 @@ __device__ __forceinline__ int tile_of(const Work& w, int s) {
   return static_cast<int>(static_cast<int64_t>(w.starts[s]) * (w.heads / w.kv_heads) / kRows) + s;
 }
 template <int kRows>
-__device__ __forceinline__ Rows rows_of(const Work& w) {
-  const int tile = static_cast<int>(blockIdx.x);
+__device__ __forceinline__ Rows rows_of(const Work& w, int tile) {
   int low = 0, high = w.sequences;
   while (high - low > 1) {
     const int middle = (low + high) / 2;
@@ -75,6 +86,12 @@ __device__ __forceinline__ Rows rows_of(const Work& w) {
   const int tokens = w.starts[low + 1] - w.starts[low], first = (tile - tile_of<kRows>(w, low)) * kRows;
   const int count = min(kRows, tokens * (w.heads / w.kv_heads) - first);
   return {low, first, max(count, 0), w.starts[low], tokens, w.lengths[low]};
+}
+
+// Whether the sequence has rows enough for warpgroups. That is for each sequence to say, whatever the others
+// are: a row's bits may depend on the kernel.
+__device__ __forceinline__ bool is_prompt(const Work& w, const Rows& rows) {
+  return rows.tokens > 1 && rows.tokens * (w.heads / w.kv_heads) >= w.prompt_rows;
 }
 
 // Where row r of the tile lies in q and out, in heads.

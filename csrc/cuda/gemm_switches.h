@@ -1,5 +1,5 @@
-// The kernels of matrix products that can be switched off, by name: the self-check (fp8/selfcheck) does so
-// with one that gave wrong results on this machine, and the next one takes over.
+// The kernels of matrix products and of attention that can be switched off, by name: the self-check
+// (fp8/selfcheck) does so with one that gave wrong results on this machine, and the next one takes over.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +12,9 @@
 namespace fp8serve {
 
 // In the order in which they take over from each other. `cublaslt` multiplies by one scale a tensor,
-// `cublaslt_rows` by one a row; `grouped_cutlass` is that of products of experts. `overlap` is no kernel:
-// with it off, no launch begins before those before it have ended (early.h).
+// `cublaslt_rows` by one a row; `grouped_cutlass` is that of products of experts. Of attention, without
+// `attention_wgmma` warps take prompts, too, and without `attention_mma` no tensor core takes any row.
+// `overlap` is no kernel: with it off, no launch begins before those before it have ended (early.h).
 enum class GemmKernel : uint8_t {
   skinny,
   large,
@@ -26,11 +27,13 @@ enum class GemmKernel : uint8_t {
   cublaslt,
   cublaslt_rows,
   grouped_cutlass,
+  attention_mma,
+  attention_wgmma,
   overlap
 };
-inline constexpr std::array<std::string_view, 12> kGemmKernels = {
-    "skinny", "large", "medium",   "small",         "thin128",         "thin64",
-    "thin32", "mma",   "cublaslt", "cublaslt_rows", "grouped_cutlass", "overlap"};
+inline constexpr std::array<std::string_view, 14> kGemmKernels = {
+    "skinny", "large",    "medium",        "small",           "thin128",       "thin64",          "thin32",
+    "mma",    "cublaslt", "cublaslt_rows", "grouped_cutlass", "attention_mma", "attention_wgmma", "overlap"};
 
 class GemmSwitches {
  public:

@@ -22,7 +22,11 @@ def rows_of(group: str, folder: Path) -> list[dict[str, Any]]:
 GOALS = {
     "casts": ["quantize with amax 8192x8192, of copy bandwidth"],
     "skinny": [f"gemm 16x{n}x{k} tensor, weight bytes over copy bandwidth" for n, k in ((28672, 8192), (8192, 28672))],
-    "attention": [],
+    "attention": [
+        f"paged prefill 8192 {cache}, {what}"
+        for cache in (torch.bfloat16, torch.float8_e4m3fn)
+        for what in ("TFLOP/s", "warpgroups over warps")
+    ],
     "gemm": [
         "gemm 4096x4096x4096 tensor, over cuBLASLt",
         "gemm 8192x8192x8192 tensor, over cuBLASLt",

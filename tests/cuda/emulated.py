@@ -27,6 +27,7 @@ KERNELS = [path for path in sorted((ROOT / "csrc/cuda").glob("*.cu")) if path.st
 COMPILER = shutil.which("c++")
 TORCH = Path(torch.__file__).parent
 FLAGS = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror"]
+DEFINITIONS = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DFP8SERVE_HAVE_wgmma=1"]
 SOURCES = [*KERNELS, *sorted(EMULATOR.glob("*.cpp"))]
 
 
@@ -76,7 +77,7 @@ def _compile(wanted: Build, source: Path) -> subprocess.Popen[str] | None:
     if target.exists() and target.stat().st_mtime > newest:
         return None
     places = [f"-I{EMULATOR}", f"-I{ROOT / 'csrc'}", "-isystem", str(TORCH / "include")]
-    command = [str(COMPILER), *FLAGS, *wanted.flags, *places, "-DTORCH_TARGET_VERSION=0x020a000000000000"]
+    command = [str(COMPILER), *FLAGS, *wanted.flags, *places, *DEFINITIONS]
     return subprocess.Popen(
         [*command, "-x", "c++", "-c", str(source), "-o", str(target)], stderr=subprocess.PIPE, text=True
     )
@@ -163,6 +164,16 @@ class Emulator:
         pointers = (ctypes.c_void_p(t.data_ptr()) for t in (rows, out))
         self._library.emulator_ldmatrix(ctypes.c_bool(transposed), *pointers)
         return out
+
+    def wgmma(self, columns: int, memory: torch.Tensor, left: torch.Tensor | None, a: int, b: int) -> torch.Tensor:
+        """A warpgroup's product of 64 rows and 64 or 128 columns, by thread, FP32 [128, columns / 2]. memory: all of
+        the shared memory, from address 1024 on; left: int32 [128, 4] by thread, or a descriptor in `a`."""
+        c = torch.zeros(128, columns // 2)
+        words = ctypes.c_void_p(None if left is None else left.data_ptr())
+        size, at = ctypes.c_size_t(memory.nbytes), ctypes.c_void_p(memory.data_ptr())
+        found = ctypes.c_void_p(c.data_ptr())
+        self._library.emulator_wgmma(columns, at, size, words, ctypes.c_uint64(a), ctypes.c_uint64(b), found)
+        return c
 
 
 def _symbols(library: Path) -> list[tuple[int, str, int, str]]:

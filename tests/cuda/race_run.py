@@ -53,7 +53,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "write_kv": ("",),
 }
 RACE, WRONG, STUCK = 66, 65, 64  # how a process ends; the first by ThreadSanitizer's own choice
-CHIP = (120, 4, 99 * 1024)
+CHIP, HOPPER = (120, 4, 99 * 1024), (90, 4, 227 * 1024)
 LONG, RESIDUAL = torch.ones(2, 32776), torch.ones(70, 72)
 Run = tuple[str, Callable[[Kernels], Any]]
 
@@ -78,6 +78,8 @@ def runs() -> Iterator[Run]:
     yield "paged_attention FP32", lambda kernels: attend(kernels, torch.float32, 20, keys=600)
     for dtype in (torch.bfloat16, torch.float8_e4m3fn):
         yield f"paged_attention {dtype}", lambda kernels, dtype=dtype: attend(kernels, dtype, 32)
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        yield f"paged_attention {dtype} of a prompt on Hopper", partial(attend_to_prompt, dtype=dtype)
 
 
 class AfterOthers:
@@ -85,6 +87,7 @@ class AfterOthers:
 
     def __init__(self, gpu: emulated.Emulator) -> None:
         self._gpu = gpu
+        self.be = gpu.be
 
     def __getattr__(self, op: str) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
@@ -124,6 +127,16 @@ def attend(kernels: Kernels, dtype: torch.dtype, dim: int, keys: int = 300) -> N
     paged = Paged([keys, 40], heads=4, kv_heads=2, dim=dim, dtype=dtype)
     paged.attend(kernels, [(0, keys - 30, keys), (1, 0, 40)])
     paged.attend(kernels, [(0, keys - 1, keys), (1, 39, 40)])
+
+
+def attend_to_prompt(kernels: Kernels, dtype: torch.dtype) -> None:
+    """Two warpgroups, the second with fewer rows, over more tiles of keys than there is room for."""
+    paged = Paged([300], heads=2, kv_heads=1, dim=64, dtype=dtype)
+    kernels.ops.be(*HOPPER)
+    try:
+        paged.attend(kernels, [(0, 260, 300)])
+    finally:
+        kernels.ops.be(*CHIP)
 
 
 def say(what: str) -> None:

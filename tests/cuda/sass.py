@@ -1,7 +1,7 @@
-"""Which FP8 tensor instructions the CUDA library holds, per architecture: python tests/cuda/sass.py LIBRARY.
+"""Which tensor instructions the CUDA library holds, per architecture: python tests/cuda/sass.py LIBRARY.
 
 Disassembles with cuobjdump: from PATH, or from the nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm packages, or from
-triton's. Exits with 1 if an architecture in the library lacks the instruction that its GEMMs are for: a kernel that
+triton's. Exits with 1 if an architecture in the library lacks an instruction that its kernels are for: a GEMM that
 fell back to FP16 multiplication gives the right numbers and is twice too slow, and nothing else would tell.
 """
 
@@ -14,10 +14,10 @@ from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
-# QMMA: warp-level FP8; QGMMA: Hopper's warpgroup-level FP8; UTCQMMA: tcgen05 FP8.
-EXPECTED = {"sm_89": "QMMA", "sm_90a": "QGMMA"}
+# QMMA: warp-level FP8; QGMMA, HGMMA: Hopper's warpgroups, FP8 and BF16 (attention); UTCQMMA: tcgen05 FP8.
+EXPECTED = {"sm_89": ["QMMA"], "sm_90a": ["QGMMA", "HGMMA"]}
 # A family's code (sm_100f) is listed under the chip's plain name.
-EXPECTED |= dict.fromkeys(("sm_100a", "sm_100"), "UTCQMMA") | dict.fromkeys(("sm_120a", "sm_120"), "QMMA")
+EXPECTED |= dict.fromkeys(("sm_100a", "sm_100"), ["UTCQMMA"]) | dict.fromkeys(("sm_120a", "sm_120"), ["QMMA"])
 INSTRUCTION = re.compile(r"\b(UTCQMMA|QGMMA|QMMA|HGMMA|HMMA)\b")
 DIVISION = re.compile(r"__cuda_sm\d+_(div|rem)_s64")
 # Loads, stores and atomics of memory that other kernels see; not the arguments' (LDC) nor the block's own (LDS).
@@ -109,8 +109,7 @@ def main(arguments: list[str]) -> int:
     missing = 0
     for arch in architectures(library := Path(arguments[0]), tool):
         counts = instructions(library, tool, arch)
-        wanted = EXPECTED.get(arch)
-        missing += wanted is not None and counts[wanted] == 0
+        missing += sum(counts[wanted] == 0 for wanted in EXPECTED.get(arch, []))
         print(f"{arch:8}  {'  '.join(f'{name} {counts[name]}' for name in sorted(counts)) or 'no tensor instructions'}")
     return int(missing > 0)
 

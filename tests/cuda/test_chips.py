@@ -49,6 +49,8 @@ def test_every_block_fits_the_shared_memory_of_the_chip(chip: Kernels, request: 
         chip.run("scaled_mm", *operands(rows, 72, 656, "1x128", "1x128"), None, torch.float32)
     for dim in (20, 128, 256):
         Paged([300, 40], heads=4, kv_heads=2, dim=dim).attend(chip, [(0, 290, 300), (1, 0, 40)])
+    for cache in (torch.bfloat16, torch.float8_e4m3fn):  # a prompt, on Hopper for warpgroups
+        Paged([100], heads=4, kv_heads=2, dim=128, dtype=cache).attend(chip, [(0, 60, 100)])
     chip.run("sample", *arguments(32000, 2, 32000, True))
     launched = emulated.emulator().launches()
     largest = max(launched, key=lambda launch: launch[1])

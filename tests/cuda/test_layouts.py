@@ -16,7 +16,10 @@ ROOT = Path(__file__).parents[2]
 NVCC = shutil.which("nvcc")
 CUTLASS = importlib.util.find_spec("cutlass_library")
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-Layouts = dict[tuple[str, str], Tensor]  # (instruction, operand) -> offsets [threads, values]
+# (instruction, operand) -> offsets [threads, values]; (tile, whose) -> offsets [rows, columns]; (matrices of a tile,
+# whose) -> by step, where it begins and the upper 50 bits of its descriptor
+Layouts = dict[tuple[str, str], Tensor]
+SHARED = 1024  # the address where the emulated shared memory begins
 pytestmark = [
     pytest.mark.emulator,
     pytest.mark.skipif(NVCC is None or CUTLASS is None, reason="needs nvcc, and CUTLASS's headers: make cuda"),
@@ -30,12 +33,17 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> Layouts:
     assert CUTLASS is not None
     headers = Path(CUTLASS.submodule_search_locations[0]) / "source/include"
     program = tmp_path_factory.mktemp("layouts") / "layouts"
-    options = ["-std=c++17", "--expt-relaxed-constexpr", "-arch=sm_89", f"-I{headers}"]
+    options = ["-std=c++17", "--expt-relaxed-constexpr", "-arch=sm_89", f"-I{headers}", f"-I{ROOT / 'csrc'}"]
     subprocess.run([NVCC, *options, ROOT / "tests/cuda/layouts.cu", "-o", program], check=True)
     rows: dict[tuple[str, str], dict[int, list[int]]] = {}
     for line in subprocess.run([program], capture_output=True, text=True, check=True).stdout.splitlines():
-        _, name, operand, thread, _, offset = line.split()
-        rows.setdefault((name, operand), {}).setdefault(int(thread), []).append(int(offset))
+        kind, *fields = line.split()
+        if kind == "matrix":  # a row of its own for each step: start, upper bits
+            name, operand, step, *numbers = fields
+            rows.setdefault((f"{name} matrices", operand), {})[int(step)] = [int(number) for number in numbers]
+        elif kind != "ERROR:":
+            name, operand, thread, _, offset = fields
+            rows.setdefault((name, operand), {}).setdefault(int(thread), []).append(int(offset))
     return {key: torch.tensor([values[thread] for thread in sorted(values)]) for key, values in rows.items()}
 
 
@@ -70,3 +78,60 @@ def test_ldmatrix(layouts: Layouts, name: str) -> None:
     expected = torch.stack([held[int(target[place])] for place in halves(target)]).view(32, 8)
     found = emulated.emulator().ldmatrix(name == "transposed", rows)
     assert torch.equal(found.view(torch.int16), expected)
+
+
+TILES = ["keys-64", "keys-128", "queries-128", "values-64", "values-128"]
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_our_tiles_and_descriptors_are_cutes(layouts: Layouts, tile: str) -> None:
+    """csrc/cuda/wgmma_matrix.h: where each element lies, and what tells a product so."""
+    for name in (tile, f"{tile} matrices"):
+        assert torch.equal(layouts[name, "ours"], layouts[name, "cute"])
+
+
+def descriptor(layouts: Layouts, tile: str, step: int, base: int) -> int:
+    """CuTe's, of a product's matrix in a tile that begins at `base` bytes of the shared memory."""
+    start, upper = layouts[f"{tile} matrices", "cute"][step].tolist()
+    return int(upper) << 14 | (SHARED + base + 2 * int(start)) >> 4
+
+
+def lying(layouts: Layouts, tile: str, elements: Tensor) -> Tensor:
+    """A tile [rows, columns] of BF16 as CuTe has it in memory."""
+    memory = torch.zeros(elements.numel(), dtype=torch.bfloat16)
+    memory[layouts[tile, "cute"].flatten()] = elements.bfloat16().flatten()
+    return memory
+
+
+def whole_numbers(*shape: int) -> Tensor:
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(shape[1])).float()
+
+
+@pytest.mark.parametrize(("dim", "second_half"), [(64, False), (128, False), (128, True)])
+def test_scores_of_a_warpgroup(layouts: Layouts, dim: int, second_half: bool) -> None:
+    """Both operands in shared memory, at CuTe's places, by CuTe's descriptors, into CuTe's registers; of 128 queries
+    the first 64 or the others, each 16 columns of K."""
+    left = "queries-128" if dim == 128 else "keys-64"
+    q, k = whole_numbers(layouts[left, "cute"].shape[0], dim), whole_numbers(64, dim)
+    memory = torch.cat([lying(layouts, left, q), lying(layouts, f"keys-{dim}", k)])
+    rows = slice(64, 128) if second_half else slice(0, 64)
+    for step in range(dim // 16):
+        a = descriptor(layouts, left, step, 128 * rows.start)
+        b = descriptor(layouts, f"keys-{dim}", step, 2 * q.numel())
+        found = emulated.emulator().wgmma(64, memory, None, a, b)
+        columns = slice(16 * step, 16 * step + 16)
+        expected = (q[rows, columns] @ k[:, columns].t()).t().reshape(-1)
+        assert torch.equal(found, expected[layouts["warpgroup-64", "c"]])
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_values_of_a_warpgroup(layouts: Layouts, dim: int) -> None:
+    """The left operand in CuTe's registers, the right one in shared memory with rows of K."""
+    weights, v = whole_numbers(64, 64), whole_numbers(64, dim)
+    memory = lying(layouts, f"values-{dim}", v)
+    for step in range(4):
+        part = weights[:, 16 * step : 16 * step + 16]
+        left = words(part.bfloat16().t().reshape(-1)[layouts[f"warpgroup-{dim}", "a"]])
+        found = emulated.emulator().wgmma(dim, memory, left, 0, descriptor(layouts, f"values-{dim}", step, 0))
+        expected = (part @ v[16 * step : 16 * step + 16]).t().reshape(-1)
+        assert torch.equal(found, expected[layouts[f"warpgroup-{dim}", "c"]])

@@ -6,17 +6,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fp8serve.fp8.ops import OPS, cases, compiled_for
+from fp8serve.fp8.ops import OPS, cases, compiled_for, reference
 from fp8serve.fp8.selfcheck.candidates import GEMMS, MOST, TILES, on_gpu
 from fp8serve.fp8.selfcheck.child import tried
 from fp8serve.fp8.selfcheck.switching import OVERLAP, switch_products_off
+from fp8serve.fp8.selfcheck.verdict import Finding
 from tests.cuda import emulated
 from tests.cuda.conftest import Kernels
 from tests.cuda.test_gemm import assert_within_accumulation
 
 CUTLASS = {f"scaled_mm.{tile}" for tile in TILES}
 NAMES = [f"scaled_mm.{name}" for name in GEMMS] + sorted(compiled_for("cuda") & set(OPS))
-NAMES += ["grouped_mm.cutlass", "grouped_wgrad.cutlass", *OVERLAP]
+NAMES += ["grouped_mm.cutlass", "grouped_wgrad.cutlass", "paged_attention.mma", "paged_attention.wgmma", *OVERLAP]
 
 
 @pytest.fixture
@@ -49,6 +50,34 @@ def test_a_kernel_is_tried_on_thirty_cases_of_every_kind(kernels: Kernels, name:
     assert len({(a.dtype, b.dtype) for a, b, *_ in made}) == 3
     by_block = {s.shape for _, _, s, *_ in made if s.dim() == 2 and s.shape[1] > 1}
     assert bool(by_block) == (name != "scaled_mm.cublaslt")
+
+
+@pytest.mark.emulator
+def test_attention_without_a_fence_is_found_and_the_next_takes_over() -> None:
+    """Prompts on Hopper: warpgroups, then warps, then FP32. The check sees sums that were read too early."""
+    gpu, here = emulated.emulator(), torch.zeros(1)
+    by_name = {c.name: c for c in on_gpu(gpu.ops)}
+    prompt = by_name["paged_attention.wgmma"].cases[0].make()
+    gpu.be(90, 132, 227 * 1024)
+    try:
+        for name, source, off in (
+            ("paged_attention.wgmma", "attention_wgmma.cu", "attention_wgmma"),
+            ("paged_attention.mma", "attention_mma.cu", "attention_mma+attention_wgmma"),
+        ):
+            gpu.leave_out(waits(source)[0])
+            found = tried(by_name[name], "cpu")
+            gpu.leave_out("")
+            assert found is not None
+            assert found.state == "disagrees"
+            switch_products_off(here, [name], gpu.ops)
+            assert gpu.ops.gemm_kernels(here, "") == off
+            torch.testing.assert_close(gpu.ops.paged_attention(*prompt), reference.paged_attention(*prompt))
+        assert tried(by_name["paged_attention"], "cpu") == Finding("agrees")
+        assert gpu.ops.gemm_kernels(here, "") == off, "what was off stays off"
+    finally:
+        gpu.leave_out("")
+        gpu.be(89, 4, 99 * 1024)
+        gpu.ops.gemm_kernels(here, "none")
 
 
 def waits(source: str) -> list[str]:

@@ -116,6 +116,14 @@ def _paged_case(
     return q if cache in FP8_MAX else q.to(cache), k, v, *tables, scale, scale, dim**-0.5
 
 
+def prompt_case(
+    cache: torch.dtype, heads: int, kv_heads: int, dim: int, lengths: list[tuple[int, int]], *options: Any
+) -> tuple[Any, ...]:
+    """As `_paged_case`, with BF16 queries over any cache, and with window, soft cap and sinks where given."""
+    q, *others = _paged_case(cache, heads, kv_heads, dim, lengths)
+    return q.bfloat16(), *others, *options
+
+
 def _paged_cases() -> list[Case]:
     mixes = {"decode": [(9, 1), (1, 1), (4, 1)], "prefill": [(7, 7), (5, 5)], "mixed": [(13, 5), (6, 1), (3, 3)]}
     grid = product(

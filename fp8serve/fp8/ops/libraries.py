@@ -78,13 +78,18 @@ def backends(device: str = "cpu") -> dict[str, str]:
     else:
         own = {op: f"{device} kernel" for op in found if _has_kernel(op, device.upper())}
     gone = {op: f"{found[op]}; its {device} kernel is switched off" for op in replaced(device)}
-    if device == "cuda" and (off := gemm_kernels_off()):
-        own["scaled_mm"] += f", without {', '.join(off)}"
+    off = gemm_kernels_off() if device == "cuda" else []
+    for op, names in (
+        ("scaled_mm", [name for name in off if not name.startswith("attention_")]),
+        ("paged_attention", [name.removeprefix("attention_") for name in off if name.startswith("attention_")]),
+    ):
+        if names:
+            own[op] += f", without {', '.join(names)}"
     return found | own | gone
 
 
 def gemm_kernels_off() -> list[str]:
-    """The kernels of products that are switched off on GPUs."""
+    """The kernels of products, and of attention on tensor cores, that are switched off on GPUs."""
     if LIBRARIES["cuda"] is None or not torch.cuda.is_available():
         return []
     names = cast(str, torch.ops.fp8serve.gemm_kernels(torch.empty(1, device="cuda"), ""))

@@ -1,9 +1,11 @@
 """The kernels that a check tries, on what inputs: every op of a library, and by name those that share an op.
 
 On a GPU the kernels of scaled_mm are "scaled_mm.mma", "scaled_mm.large" and so on, those of CUTLASS for experts
-"grouped_mm.cutlass". "scaled_mm.overlap" and "paged_attention.overlap" are these ops behind a kernel that writes what
-they read, on chips where one kernel may begin before the other has ended. On a CPU "quantize.avx2" is what runs of an
-op on a processor that has no more. Kernels that others build upon come first, so that a fault is found where it is.
+"grouped_mm.cutlass", those of attention on tensor cores "paged_attention.mma" and, for Hopper's warpgroups,
+"paged_attention.wgmma"; "paged_attention" is then the FP32 kernel. "scaled_mm.overlap" and "paged_attention.overlap"
+are these ops behind a kernel that writes what they read, on chips where one kernel may begin before the other has
+ended. On a CPU "quantize.avx2" is what runs of an op on a processor that has no more. Kernels that others build upon
+come first, so that a fault is found where it is.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8serve.fp8.ops.attention import prompt_case
 from fp8serve.fp8.ops.gemm import mm_case
 from fp8serve.fp8.ops.grouped import grouped_case, wgrad_case
 from fp8serve.fp8.ops.libraries import cpu_kernels
@@ -24,6 +27,7 @@ MOST = 30  # cases of a kernel
 CAPS = ("best", "avx512+avx512vbmi", "avx512", "avx2", "portable")  # of a CPU's features, best first
 TILES = ("large", "medium", "small", "thin128", "thin64", "thin32")
 GEMMS = ("skinny", "mma", *TILES, "cublaslt", "cublaslt_rows")
+ATTENTION = ("attention_mma", "attention_wgmma")  # on tensor cores, each taking over from the one behind it
 NOT_FOR_IT = "which does not multiply this here"  # how a named kernel refuses a problem
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -87,14 +91,19 @@ def on_gpu(ops: Any) -> Iterator[Candidate]:
     for op in sorted(compiled_for("cuda") & set(OPS)):
         if not op.startswith(("grouped_mm", "grouped_wgrad")):
             chosen = [*spread(for_gpu(op)), *_large.get(op, list)()]
-            yield Candidate(op, op, getattr(ops, op), chosen)
+            run = partial(_attending, ops, 0) if op == "paged_attention" else getattr(ops, op)
+            yield Candidate(op, op, run, chosen)
+    of_bf16 = [case for case in for_gpu("paged_attention") if "bfloat16" in case.name]
+    yield Candidate("paged_attention.mma", "paged_attention", partial(_attending, ops, 1), [*of_bf16, *_prompts()[::2]])
+    yield Candidate("paged_attention.wgmma", "paged_attention", partial(_attending, ops, 2), _prompts())
     for op in ("grouped_mm", "grouped_wgrad"):
         yield Candidate(f"{op}.cutlass", op, partial(_grouped, ops, op, True), _large[op]())
     yield Candidate(
         "scaled_mm.overlap", "scaled_mm", partial(_overlapping, ops, _behind_its_cast), _product_cases("skinny")
     )
     attention = partial(_overlapping, ops, _behind_its_keys)
-    yield Candidate("paged_attention.overlap", "paged_attention", attention, spread(for_gpu("paged_attention")))
+    chosen = [*_prompts()[:4], *spread(for_gpu("paged_attention"))]
+    yield Candidate("paged_attention.overlap", "paged_attention", attention, chosen)
 
 
 def for_gpu(op: str) -> list[Case]:
@@ -129,6 +138,33 @@ def _grouped(ops: Any, op: str, cutlass: bool, *arguments: Any) -> Tensor:
     ops.gemm_kernels(here, "+".join(sorted(off | (set() if cutlass else {"grouped_cutlass"}))) or "none")
     found: Tensor = getattr(ops, op)(*arguments)
     return found
+
+
+def _attending(ops: Any, kernels: int, q: Tensor, *others: Any) -> Tensor:
+    """Attention with the first so many of the kernels of ATTENTION and without the others."""
+    if kernels == 2 and q.is_cuda and torch.cuda.get_device_capability(q.device) != (9, 0):
+        raise RuntimeError(NOT_FOR_IT)
+    off = set(ops.gemm_kernels(q, "").split("+")) - {""}
+    now = off - set(ATTENTION[:kernels]) | set(ATTENTION[kernels:])
+    ops.gemm_kernels(q, "+".join(sorted(now)) or "none")
+    try:
+        found: Tensor = ops.paged_attention(q, *others)
+    finally:
+        ops.gemm_kernels(q, "+".join(sorted(off)) or "none")
+    return found
+
+
+def _prompts() -> list[Case]:
+    """Prompts of several segments and tiles, behind and beside short sequences, by every kind of cache and option."""
+    sinks = torch.tensor([0.5, -4.0, 3.0, 0.0])
+    lengths = [(1, 1), (330, 140), (20, 3), (100, 100)]
+    caches = (torch.bfloat16, _E4M3, _E5M2)
+    grid = product(caches, (64, 80, 128), ((), (100, 2.0, sinks), (33,), (None, 0.5)))
+    order = [grid_case for i, grid_case in enumerate(grid) if i % 5 != 4]
+    return [
+        Case(f"prompts {cache} {dim} {options}", partial(prompt_case, cache, 4, 2, dim, lengths, *options))
+        for cache, dim, options in order
+    ]
 
 
 def _overlapping(ops: Any, chain: Callable[..., Tensor], *arguments: Any) -> Tensor:

@@ -1,9 +1,9 @@
 """Switches kernels off that a check has found wrong, so that the next one takes over.
 
-On a GPU a kernel of products gives way to the next of its order (csrc/cuda/gemm.cu), any other op to its default
-kernel, and launches that overlap to such that do not. On a CPU every op goes on with the fewest features less at which
-none of the wrong variants runs; an op none of whose variants is right goes on with its default kernel. All of it holds
-for the whole process.
+On a GPU a kernel of products or of attention gives way to the next of its order (csrc/cuda/gemm.cu,
+attention_tensor.cu), any other op to its default kernel, and launches that overlap to such that do not. On a CPU every
+op goes on with the fewest features less at which none of the wrong variants runs; an op none of whose variants is right
+goes on with its default kernel. All of it holds for the whole process.
 """
 
 from collections.abc import Iterable
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8.ops.registry import OPS, replace_by_default
-from fp8serve.fp8.selfcheck.candidates import CAPS, GEMMS, variants
+from fp8serve.fp8.selfcheck.candidates import ATTENTION, CAPS, GEMMS, variants
 
 _GEMM_NAMES = {f"scaled_mm.{name}": name for name in GEMMS}
 _GEMM_NAMES |= dict.fromkeys(("grouped_mm.cutlass", "grouped_wgrad.cutlass"), "grouped_cutlass")
+_GEMM_NAMES |= {f"paged_{name.replace('_', '.')}": name for name in ATTENTION}
 OVERLAP = ("scaled_mm.overlap", "paged_attention.overlap")
 _GEMM_NAMES |= dict.fromkeys(OVERLAP, "overlap")
 
@@ -33,7 +34,7 @@ def switch_off(device: torch.device, names: Iterable[str]) -> None:
 
 
 def switch_products_off(here: Tensor, names: Iterable[str], ops: Any = torch.ops.fp8serve) -> None:
-    """The part of `switch_off` for kernels of products, on the GPU on which `here` lies. `ops`: as `candidates`."""
+    """The part of `switch_off` for kernels with a switch, on the GPU on which `here` lies. `ops`: as `candidates`."""
     off = {_GEMM_NAMES[name] for name in names if name in _GEMM_NAMES}
     off |= set(filter(None, ops.gemm_kernels(here, "").split("+")))
     if off:

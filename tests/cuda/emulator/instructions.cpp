@@ -1,9 +1,11 @@
 // Single instructions of the emulated GPU as C functions, for ctypes: one warp executes one of them.
+#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
 
 #include "cuda/mma_attention.h"
+#include "cuda/wgmma.h"
 
 using namespace fp8serve;
 
@@ -32,6 +34,33 @@ void load(Load work) {
   load_matrices_at<kTransposed>(work.out[threadIdx.x], place_of(work.rows[threadIdx.x]));
 }
 
+struct WarpgroupProduct {
+  const unsigned char* memory;  // what the shared memory is to hold
+  size_t bytes;
+  const uint32_t (*left)[4];  // or null: the left operand is in the shared memory
+  uint64_t a, b;
+  float* c;  // [128][4 * kEights]
+};
+
+template <int kEights>
+void multiply_by_warpgroup(WarpgroupProduct product) {
+  const size_t self = threadIdx.x;
+  for (size_t i = self; i < product.bytes; i += 128) dynamic_shared()[i] = product.memory[i];
+  float c[kEights][4] = {};
+  uint32_t left[4] = {};
+  if (product.left != nullptr) std::copy_n(product.left[self], 4, left);
+  fence_async_proxy();
+  __syncthreads();
+  wgmma_fence();
+  if (product.left != nullptr) wgmma(c, left, product.b);
+  if constexpr (kEights == 8) {
+    if (product.left == nullptr) wgmma<true>(c, product.a, product.b);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+  std::copy_n(&c[0][0], 4 * kEights, product.c + self * 4 * kEights);
+}
+
 void impatient() {}
 
 auto kernel_of(const std::string& name) {
@@ -55,6 +84,15 @@ EXPORTED void emulator_mma(const char* name, const uint32_t (*a)[4], const uint3
 // ldmatrix of 32 rows of 16 bytes, lane i giving the address of row i, into [32][4].
 EXPORTED void emulator_ldmatrix(bool transposed, const unsigned char (*rows)[16], uint32_t (*out)[4]) {
   launch(transposed ? load<true> : load<false>, dim3(1), 32, 0, nullptr, Load{rows, out});
+}
+
+// c = the product of a warpgroup with 64 or 128 columns, by thread, of matrices in so much shared memory,
+// which begins at address 1024. `left`: [128][4] by thread, or null.
+EXPORTED void emulator_wgmma(int columns, const unsigned char* memory, size_t bytes,
+                             const uint32_t (*left)[4], uint64_t a, uint64_t b, float* c) {
+  const auto kernel = columns == 64 ? multiply_by_warpgroup<8> : multiply_by_warpgroup<16>;
+  launch(kernel, dim3(1), 128, static_cast<int>(bytes), nullptr,
+         WarpgroupProduct{memory, bytes, left, a, b, c});
 }
 
 // What is said of a kernel that is launched early and never waits; "" for nothing.

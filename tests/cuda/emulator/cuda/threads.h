@@ -31,6 +31,20 @@ struct Copy {
   bool valid;
 };
 
+// A thread's part of a warpgroup's product (wgmma.h), between its issue and the end of the wait for it.
+struct Product {
+  float* sums;           // of `count`, in the thread's registers
+  const uint32_t* left;  // the left operand's registers, or null for a matrix in shared memory
+  uint64_t a, b;         // descriptors
+  int count;
+  bool adds, columns_of_k;  // onto what the sums hold; b's columns, not its rows, are the dimension K
+  std::vector<float> held;  // what the sums held, if this is the first product in flight that writes them
+};
+struct Products {
+  std::vector<Product> issued;
+  std::unique_ptr<char> done = std::make_unique<char>();  // a point in time, for ThreadSanitizer
+};
+
 struct Thread {
   ucontext_t context;
   void* fiber = nullptr;  // as ThreadSanitizer knows it
@@ -39,7 +53,12 @@ struct Thread {
   std::vector<std::vector<Copy>> copies;  // by group; the last one is open
   unsigned char slot[64];                 // what this lane gives to its warp
   unsigned block_barriers = 0, warp_barriers = 0;
-  bool has_waited = false;  // for earlier kernels
+  bool has_waited = false;         // for earlier kernels
+  std::vector<Products> products;  // by group; the last one is open
+  bool fenced = false;             // wgmma_fence() was called
+  // What goes on by itself in the thread's name: accesses of products to its registers, and to shared memory.
+  void *of_registers = nullptr, *of_memory = nullptr;
+  char fence, proxy_fence;  // points in time
   static constexpr size_t kStack = 256 * 1024;
 };
 
@@ -52,9 +71,11 @@ struct Machine {
   bool early = false;           // the kernel was launched while those before it run
   char block_barrier[2],
       warp_barrier[32][2];  // two by turns: a thread may reach the next before another leaves this
+  char proxy_barrier[2];    // as block_barrier, for what products see of shared memory
   int running = 0, count = 0;
   std::function<void()> body;
   bool did_not_wait = false;  // some thread of the launch, for the kernels before it
+  bool has_products = false;  // some thread ended with products that it had not waited for
   dim3 thread_index, block_index, block_size, grid_size;
   Thread& self() { return threads[static_cast<size_t>(running)]; }
 };
@@ -66,6 +87,10 @@ inline void to_scheduler() {
   swapcontext(&machine.self().context, &machine.scheduler);
 }
 
+inline bool has_products(const Thread& thread) {
+  return thread.products.size() > 1 || !thread.products.back().issued.empty();
+}
+
 inline void enter() {
   races::happens_after(&machine.start);
   if (!machine.early) races::happens_after(&machine.earlier);
@@ -73,6 +98,7 @@ inline void enter() {
   races::happens_before(&machine.finish);
   races::stop_watching();
   machine.did_not_wait |= machine.early && !machine.self().has_waited;
+  machine.has_products |= has_products(machine.self());
   machine.self().state = State::done;
   races::watch();
   to_scheduler();
@@ -110,11 +136,25 @@ inline void wait(State barrier) {
   to_scheduler();
 }
 
+// Does something as another fiber, in whose order it happens. What it needs is in registers: it must not read
+// what the thread wrote.
+template <class F>
+__attribute__((always_inline)) inline void as(void* other, const F& f) {
+  void* const here = races::this_fiber();
+  races::before_switch_to(other);
+  f();
+  races::before_switch_to(here);
+}
+
 inline void wait_for_block() {
-  char* const point = &machine.block_barrier[machine.self().block_barriers++ % 2];
+  const unsigned turn = machine.self().block_barriers++ % 2;
+  char *const point = &machine.block_barrier[turn], *const proxy = &machine.proxy_barrier[turn];
+  void* const memory = machine.self().of_memory;  // it sees what all threads showed before the barrier
   races::happens_before(point);
+  if (memory != nullptr) as(memory, [&]() __attribute__((always_inline)) { races::happens_before(proxy); });
   wait(State::at_block_barrier);
   races::happens_after(point);
+  if (memory != nullptr) as(memory, [&]() __attribute__((always_inline)) { races::happens_after(proxy); });
 }
 
 inline void wait_for_warp() {
@@ -154,7 +194,9 @@ inline void start_thread(int i) {
   thread.state = State::ready;
   thread.copies.assign(1, {});
   thread.block_barriers = thread.warp_barriers = 0;
-  thread.has_waited = false;
+  thread.has_waited = thread.fenced = false;
+  thread.products.clear();
+  thread.products.emplace_back();
   getcontext(&thread.context);
   thread.context.uc_stack.ss_sp = thread.stack.get();
   thread.context.uc_stack.ss_size = Thread::kStack;
@@ -203,6 +245,9 @@ inline void run_block() {
     }
   }
   races::happens_after(&machine.finish);
+  if (std::exchange(machine.has_products, false)) {
+    throw std::runtime_error("emulator: a kernel ends without waiting for its products");
+  }
   if (std::exchange(machine.did_not_wait, false)) {
     throw std::runtime_error(
         "emulator: a kernel that was launched early ends without waiting for those before");

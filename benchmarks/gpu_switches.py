@@ -1,0 +1,21 @@
+"""Kernels switched off for a while, to measure what they gain."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def without(kernel: str, device: str) -> Iterator[None]:
+    """A kernel of csrc/cuda/gemm_switches.h is off, or "" none besides those that are; only on "cuda" there are any."""
+    if device != "cuda" or not kernel:
+        yield
+        return
+    here = torch.empty(1, device=device)
+    off = str(torch.ops.fp8serve.gemm_kernels(here, ""))
+    torch.ops.fp8serve.gemm_kernels(here, f"{off}+{kernel}" if off else kernel)
+    try:
+        yield
+    finally:
+        torch.ops.fp8serve.gemm_kernels(here, off or "none")

@@ -1,0 +1,74 @@
+// Keys and values of a paged cache on their way into shared memory, for attention on tensor cores: where a
+// tile's 16-byte chunks lie, and FP8 widened to BF16.
+#pragma once
+
+#include "cuda/attention.h"
+
+namespace fp8serve {
+namespace attention {
+
+struct Paged {
+  const char *k, *v;
+  const int* table;
+  int shift, mask;      // of the block size, a power of two
+  int64_t token, head;  // bytes of a token in the cache, of a head
+  int64_t offset;       // of the block's kv head
+};
+
+template <int kBytes>
+__device__ __forceinline__ Paged paged_of(const Work& w, const Rows& rows) {
+  const int64_t head = static_cast<int64_t>(w.dim) * kBytes;
+  int shift = 0;
+  while (1 << shift < w.block_size) ++shift;
+  return {static_cast<const char*>(w.k),
+          static_cast<const char*>(w.v),
+          w.tables + static_cast<int64_t>(rows.sequence) * w.max_blocks,
+          shift,
+          w.block_size - 1,
+          head * w.kv_heads,
+          head,
+          head * blockIdx.y};
+}
+
+// f(row, chunk, byte in the cache, whether there is one) for the thread's share of kKeys rows of kChunks
+// chunks, keys [begin, begin + kKeys): there is none from `end` on, nor behind a head's end.
+template <int kKeys, int kChunks, int kThreads, class F>
+__device__ __forceinline__ void for_chunks_of(const Paged& paged, int begin, int end, const F& f) {
+#pragma unroll 4
+  for (int i = static_cast<int>(threadIdx.x); i < kKeys * kChunks; i += kThreads) {
+    const int row = i / kChunks, c = i % kChunks, key = begin + row;
+    const bool valid = key < end && c * 16 < paged.head;
+    int64_t from = 0;
+    if (valid) {
+      const int64_t block = paged.table[key >> paged.shift];
+      from = ((block << paged.shift) + (key & paged.mask)) * paged.token + paged.offset + c * 16;
+    }
+    f(row, c, from, valid);
+  }
+}
+
+// Four FP8 values to four BF16 numbers.
+template <bool kE5M2>
+__device__ __forceinline__ uint2 widened(uint32_t bytes) {
+  uint32_t word[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t halves = decode_pair<kE5M2>(static_cast<uint16_t>(bytes >> (16 * i)));
+    const uint32_t low = __float_as_uint(half_to_float(static_cast<uint16_t>(halves & 0xffff)));
+    const uint32_t high = __float_as_uint(half_to_float(static_cast<uint16_t>(halves >> 16)));
+    word[i] = low >> 16 | (high & 0xffff0000u);
+  }
+  return {word[0], word[1]};
+}
+
+// A chunk of FP8 values becomes two of a tile.
+template <bool kE5M2, class Tile>
+__device__ __forceinline__ void widen(const uint4& bytes, Tile& tile, int row, int c) {
+  const uint2 a = widened<kE5M2>(bytes.x), b = widened<kE5M2>(bytes.y), d = widened<kE5M2>(bytes.z),
+              e = widened<kE5M2>(bytes.w);
+  *tile.at(row, 2 * c) = {a.x, a.y, b.x, b.y};
+  *tile.at(row, 2 * c + 1) = {d.x, d.y, e.x, e.y};
+}
+
+}  // namespace attention
+}  // namespace fp8serve

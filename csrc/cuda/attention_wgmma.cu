@@ -1,0 +1,243 @@
+// The rows of prompts (attention_tensor.cu says which) on Hopper's warpgroups: paged_attention for BF16
+// queries over BF16 or FP8 caches and heads of up to 128 dimensions.
+//
+// A block has 128 neighbouring rows of a sequence that share a kv head, 64 for each of two warpgroups, whose
+// products (wgmma.h) read queries, keys and values from shared memory: scores are m64n64k16 products of both
+// in shared memory, and weights, rounded to BF16, are the left operand in registers of the products with the
+// values. Keys come 64 at a time, page by page, so that threads copy them asynchronously; the tensor memory
+// accelerator has no way to follow pages. FP8 values are widened to BF16 when they have come.
+//
+// A tile is multiplied while the next are copied, and one barrier a tile says both that it is there and that
+// the one before is no longer read. One warpgroup multiplies while the other makes weights. While a
+// warpgroup's first 32 keys are multiplied with their values, it makes the weights of the next 32.
+//
+// Order. As in attention_mma.cu, by the same code (attention_softmax.h): the softmax goes on by 32 keys,
+// which is why a tile of 64 is weighed and mixed in halves, starts afresh every 256, and products add 16 of K
+// at a time. Tiles begin at multiples of 64, so up to 32 keys before a block's first may be read besides, and
+// a warpgroup goes through all tiles that any of its 64 rows sees: weights of 0 change nothing. Blocks with
+// the longest contexts are first in line.
+#include "cuda/attention_paging.h"
+#include "cuda/attention_softmax.h"
+#include "cuda/wgmma.h"
+
+namespace fp8serve {
+namespace attention {
+namespace {
+
+constexpr int kGroupRows = 64, kGroups = 2, kBlockRows = kGroupRows * kGroups;
+constexpr int kThreads = 128 * kGroups;
+constexpr int kKeys = 64;
+static_assert(kKeys == 2 * kStep && kSegment % kKeys == 0);
+
+// [kRows][kDim] BF16 in panels of 64 columns, as wgmma_matrix.h has them.
+template <int kRows, int kDim>
+struct alignas(1024) Tile {
+  uint4 chunk[kDim / 64 * kRows * 8];
+  __device__ __forceinline__ uint4* at(int row, int c) { return &chunk[swizzled_chunk(kRows, row, c)]; }
+};
+
+// Tiles of keys and values by turns: one is multiplied, the next has come or is coming, and into the third
+// the one after that is copied. FP8 is copied beside the tiles: one that it becomes, while the other is
+// multiplied.
+template <int kDim, bool kFp8>
+struct Shared {
+  static constexpr int kTiles = kFp8 ? 2 : 3;
+  Tile<kBlockRows, kDim> q;
+  Tile<kKeys, kDim> k[kTiles], v[kTiles];
+  uint4 k_fp8[kFp8 ? 2 : 1][kKeys][kFp8 ? kDim / 16 : 1], v_fp8[kFp8 ? 2 : 1][kKeys][kFp8 ? kDim / 16 : 1];
+};
+
+// --- into shared memory
+
+// Starts copying the block's queries; zeros for rows that are not there, and behind a head's end.
+template <int kDim>
+__device__ __forceinline__ void stage_queries(const Work& w, const Rows& rows, Tile<kBlockRows, kDim>& tile) {
+  constexpr int kChunks = kDim / 8;
+  for (int i = static_cast<int>(threadIdx.x); i < kBlockRows * kChunks; i += kThreads) {
+    const int row = i / kChunks, c = i % kChunks;
+    const bool valid = row < rows.count && 8 * c < w.dim;
+    const int64_t from = valid ? head_of(w, rows, row) * w.dim + 8 * c : 0;
+    copy_async(tile.at(row, c), static_cast<const BF16*>(w.q) + from, valid);
+  }
+}
+
+// Starts copying keys [begin, begin + kKeys); zeros from `end` on, and behind a head's end.
+template <int kDim, bool kFp8>
+__device__ __forceinline__ void stage(const Paged& paged, Shared<kDim, kFp8>& shared, int slot, int begin,
+                                      int end) {
+  constexpr int kChunks = kDim * (kFp8 ? 1 : 2) / 16;
+  for_chunks_of<kKeys, kChunks, kThreads>(paged, begin, end, [&](int row, int c, int64_t from, bool valid) {
+    if constexpr (kFp8) {
+      copy_async(&shared.k_fp8[slot][row][c], paged.k + from, valid);
+      copy_async(&shared.v_fp8[slot][row][c], paged.v + from, valid);
+    } else {
+      copy_async(shared.k[slot].at(row, c), paged.k + from, valid);
+      copy_async(shared.v[slot].at(row, c), paged.v + from, valid);
+    }
+  });
+}
+
+// Every thread widens what it has copied itself.
+template <int kDim, bool kE5M2>
+__device__ __forceinline__ void widen_stage(Shared<kDim, true>& shared, int slot) {
+  constexpr int kChunks = kDim / 16;
+  for (int i = static_cast<int>(threadIdx.x); i < kKeys * kChunks; i += kThreads) {
+    const int row = i / kChunks, c = i % kChunks;
+    widen<kE5M2>(shared.k_fp8[slot][row][c], shared.k[slot], row, c);
+    widen<kE5M2>(shared.v_fp8[slot][row][c], shared.v[slot], row, c);
+  }
+}
+
+// --- one tile of keys onto a warpgroup's rows
+
+// What the tiles of a walk have in common. `queries`: where the warpgroup's rows begin in shared memory.
+struct Walk {
+  uint32_t queries;
+  float logits, scale;  // what scores are multiplied by before a soft cap, and then, for powers of 2
+  float softcap;
+  int window;
+};
+
+template <int kDim>
+__device__ __forceinline__ void score(uint32_t queries, uint32_t keys, Scores<kKeys / 8>& scores) {
+  wgmma_fence();
+#pragma unroll
+  for (int d = 0; d < kDim / 16; ++d) {
+    const uint64_t a = k_columns(queries, kBlockRows, d), b = k_columns(keys, kKeys, d);
+    d == 0 ? wgmma<false>(scores, a, b) : wgmma<true>(scores, a, b);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+  hold(scores);
+}
+
+// Starts adding a step's values, times their weights, to the row's: both stay where they are until `mixed`.
+template <int kDim>
+__device__ __forceinline__ void mix(Softmax<kDim>& row, Weights& weights, uint32_t values) {
+  hold(row.values);
+  hold(weights);
+  wgmma_fence();
+#pragma unroll
+  for (int n = 0; n < kStep / 16; ++n) {
+    wgmma(row.values, weights[n], k_rows(values + 16 * n * kPanelRow, kKeys, kDim));
+  }
+  wgmma_commit();
+}
+
+template <int kDim>
+__device__ __forceinline__ void mixed(Softmax<kDim>& row, Weights& weights) {
+  wgmma_wait<0>();
+  hold(row.values);
+  hold(weights);
+}
+
+// `seen`: keys of the tile that rows g and g + 8 see; `most`: that any of the warpgroup's rows sees.
+template <int kDim>
+__device__ __forceinline__ void attend_to_tile(const Walk& walk, Softmax<kDim>& row, uint32_t keys,
+                                               uint32_t values, const int (&seen)[2], int most) {
+  Scores<kKeys / 8> scores;
+  Weights first, second;
+  float correction[2];
+  score<kDim>(walk.queries, keys, scores);
+  if (walk.softcap != 0.0f) cap(scores, walk.logits / walk.softcap);
+  min(seen[0], seen[1]) < kKeys ? mask(scores, walk.scale, seen) : scale_all(scores, walk.scale);
+  if (most > walk.window) mask_before(scores, walk.window, seen);  // the last row's begins here
+  weigh<0>(row, scores, first, correction);
+  rescale(row, correction);
+  mix(row, first, values);
+  weigh<kStep / 8>(row, scores, second, correction);
+  mixed(row, first);
+  rescale(row, correction);
+  mix(row, second, values + kStep * kPanelRow);
+  mixed(row, second);
+}
+
+// --- a block
+
+// Keys [begin, end), begin a multiple of kKeys; `segment_done(row)` at the end of each segment, with the sums
+// of whole rows.
+template <class Format, int kDim, bool kFp8, class F>
+__device__ __forceinline__ void go_through(const Work& w, const Rows& rows, const WarpRows& mine,
+                                           Shared<kDim, kFp8>& shared, int begin, int end,
+                                           const F& segment_done) {
+  constexpr int kTiles = Shared<kDim, kFp8>::kTiles;
+  const Paged paged = paged_of<kFp8 ? 1 : 2>(w, rows);
+  const float logits = w.softmax_scale * factor(w.k_scale);
+  const Walk walk{shared_address(shared.q.at(mine.first / kGroupRows * kGroupRows, 0)), logits,
+                  (w.softcap == 0.0f ? logits : w.softcap) * kLog2E, w.softcap, w.window};
+  Softmax<kDim> row;
+  row.start();
+  stage_queries(w, rows, shared.q);
+  stage(paged, shared, 0, begin, end);
+  copy_commit();
+  if (begin + kKeys < end) stage(paged, shared, 1, begin + kKeys, end);
+  copy_commit();
+  for (int at = begin, slot = 0; at < end; at += kKeys, slot = (slot + 1) % kTiles) {
+    copy_wait<1>();
+    if constexpr (kFp8) widen_stage<kDim, is_e5m2<Format>>(shared, slot);
+    fence_async_proxy();
+    __syncthreads();  // the tile is there, and the one before is no longer read
+    if (at + 2 * kKeys < end) stage(paged, shared, (slot + 2) % kTiles, at + 2 * kKeys, end);
+    copy_commit();
+    if (at < mine.most) {
+      const int seen[2] = {mine.seen[0] - at, mine.seen[1] - at};
+      attend_to_tile(walk, row, shared_address(&shared.k[slot]), shared_address(&shared.v[slot]), seen,
+                     mine.most - at);
+    }
+    if ((at + kKeys) % kSegment == 0 || at + kKeys >= end) {
+      for (int i = 0; i < 2; ++i) row.sum[i] = quad_sum(row.sum[i]);
+      segment_done(row);
+      row.start();
+    }
+  }
+}
+
+template <class Format, int kDim, bool kFp8>
+__global__ void __launch_bounds__(kThreads, 1) attend_to_prompt(const __grid_constant__ Work w) {
+  after_earlier_kernels();
+  auto& shared = *reinterpret_cast<Shared<kDim, kFp8>*>(dynamic_shared());
+  const Rows rows = rows_of<kBlockRows>(w, static_cast<int>(gridDim.x - 1 - blockIdx.x));
+  if (rows.count == 0 || !is_prompt(w, rows)) return;
+  const WarpRows mine = warp_rows<kGroupRows>(w, rows);
+  const int end = position_of(w, rows, rows.count - 1) + 1;  // keys that the last row sees
+  const int first = first_key(w, rows) / kKeys * kKeys;
+  if (w.values == nullptr) {
+    Softmax<kDim> total;
+    total.start();
+    go_through<Format>(w, rows, mine, shared, first, end,
+                       [&](const Softmax<kDim>& part) { join(total, part); });
+    store_rows(w, mine, total);
+    return;
+  }
+  const int segment = static_cast<int>(blockIdx.z), begin = max(segment * kSegment, first),
+            last = min(end, (segment + 1) * kSegment);
+  if (begin >= last) return;
+  go_through<Format>(w, rows, mine, shared, begin, last,
+                     [&](const Softmax<kDim>& part) { store_part<kDim>(w, mine, segment, part); });
+}
+
+// --- launch
+
+template <class Format, int kDim, bool kFp8>
+void run(const Work& w, int64_t tokens, const OnDevice& device) {
+  const dim3 grid(static_cast<unsigned>(tiles_of(w, tokens, kBlockRows)), static_cast<unsigned>(w.kv_heads),
+                  w.values == nullptr ? 1 : static_cast<unsigned>(w.segments));
+  launch_early(attend_to_prompt<Format, kDim, kFp8>, grid, kThreads,
+               static_cast<int>(sizeof(Shared<kDim, kFp8>)), device.stream(), w);
+}
+
+template <class Format, bool kFp8>
+void with_width(const Work& w, int64_t tokens, const OnDevice& device) {
+  w.dim <= 64 ? run<Format, 64, kFp8>(w, tokens, device) : run<Format, 128, kFp8>(w, tokens, device);
+}
+
+}  // namespace
+
+void attend_by_wgmma(const Work& w, ScalarType cache, int64_t tokens, const OnDevice& device) {
+  if (cache == ScalarType::BFloat16) return with_width<E4M3, false>(w, tokens, device);
+  with_format(cache,
+              [&](auto format) { with_width<typename decltype(format)::type, true>(w, tokens, device); });
+}
+
+}  // namespace attention
+}  // namespace fp8serve
