@@ -41,6 +41,7 @@ html_copy_source = False
 html_show_copyright = False
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_favicon = str(ROOT / "fp8serve/server/console/icon.svg")
 html_search_scorer = str(ROOT / "docs/static/scorer.js")  # the section with the closest heading first
 html_theme_options = {"navigation_with_keys": True}
 

@@ -83,9 +83,8 @@ def _stated(found: Any) -> str:
         return "must be given"
     if isinstance(found.show_default, str):
         return f"({found.show_default})"
-    return (
-        "" if found.default is None or found.default is False or found.show_default is False else f"`{found.default}`"
-    )
+    is_off = found.default is None or found.default is False or found.default == ""
+    return "" if is_off or found.show_default is False else f"`{found.default}`"
 
 
 # -- fields of dataclasses ---------------------------------------------------------------------------------------------

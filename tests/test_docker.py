@@ -1,6 +1,9 @@
 """The container files: parsed, and held against the application they start."""
 
+import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCKER = ROOT / "docker"
 DOCKERFILES = sorted(DOCKER.glob("Dockerfile.*"))
 YAML_FILES = sorted(DOCKER.rglob("*.yaml"))
+ALERTS = ROOT / "tests" / "alerts.yaml"  # series of numbers, and which alerts they raise
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
@@ -146,16 +150,67 @@ def test_profiles() -> None:
     assert {s["build"]["dockerfile"] for s in servers()} == {f"docker/{p.name}" for p in DOCKERFILES}
 
 
+def prometheus() -> dict[str, Any]:
+    (found,) = documents(DOCKER / "observability/prometheus.yaml")
+    return found
+
+
 def test_what_is_observed_is_what_a_server_shows(routes: set[str]) -> None:
-    """Targets are services of the file, with the key. What is asked of them: tests/server/test_observability.py."""
-    compose = documents(DOCKER / "compose.yaml")[0]
-    prometheus = yaml.safe_load(compose["configs"]["prometheus"]["content"])
-    (job,) = prometheus["scrape_configs"]
+    """Targets are services of the file. What is asked of them: tests/server/test_observability.py."""
+    service = documents(DOCKER / "compose.yaml")[0]["services"]["prometheus"]
+    (job,) = prometheus()["scrape_configs"]
     assert job["metrics_path"] in routes
-    assert job["authorization"]["credentials"].startswith("${FP8SERVE_API_KEY")
     assert {t for s in job["static_configs"] for t in s["targets"]} == {"cpu:8000", "gpu:8000"}
-    mounted = {v.split(":")[1] for v in compose["services"]["prometheus"]["volumes"]}
-    assert set(prometheus["rule_files"]) <= mounted
+    mounted = {v.split(":")[1] for v in service["volumes"]}
+    assert {*prometheus()["rule_files"], "/etc/prometheus/prometheus.yml"} <= mounted
+    assert "--config.file=/etc/prometheus/prometheus.yml" in service["command"]
+
+
+def test_prometheus_finds_the_key_where_its_container_writes_it(tmp_path: Path) -> None:
+    """Its entrypoint is run by this machine's shell, with a program that shows its arguments for Prometheus."""
+    service = documents(DOCKER / "compose.yaml")[0]["services"]["prometheus"]
+    key = prometheus()["scrape_configs"][0]["authorization"]["credentials_file"]
+    assert str(Path(key).parent) in service["tmpfs"]
+    stand_in = tmp_path / "prometheus"
+    stand_in.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    stand_in.chmod(0o755)
+    words = [word.replace("$$", "$").replace(key, str(tmp_path / "key")) for word in service["entrypoint"]]
+    environment = {"PATH": f"{tmp_path}:{os.defpath}", "FP8SERVE_API_KEY": 'a $secret"s'}
+    ran = subprocess.run([*words, *service["command"]], env=environment, capture_output=True, text=True, check=True)
+    assert (tmp_path / "key").read_text() == 'a $secret"s'
+    assert ran.stdout.split() == service["command"]
+
+
+def test_nothing_is_written_into_a_read_only_container() -> None:
+    """Compose refuses a configuration or a secret of such a service unless it is a file that it can mount."""
+    compose = documents(DOCKER / "compose.yaml")[0]
+    for service in compose["services"].values():
+        for kind in ("configs", "secrets"):
+            for used in service.get(kind, []) if service["read_only"] else []:
+                name = used if isinstance(used, str) else used["source"]
+                assert "file" in compose[kind][name], name
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="promtool, of Prometheus, is not installed")
+def test_prometheus_reads_its_configuration_and_the_alerts(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("secret")
+    shutil.copy(DOCKER / "observability/alerts.yaml", tmp_path)
+    text = (DOCKER / "observability/prometheus.yaml").read_text()
+    (tmp_path / "prometheus.yml").write_text(
+        text.replace("/tmp/key", str(key)).replace("/etc/prometheus", str(tmp_path))
+    )
+    check = ["promtool", "check", "config", "--lint-fatal", str(tmp_path / "prometheus.yml")]
+    ran = subprocess.run(check, capture_output=True, text=True)
+    assert (ran.returncode, "rules found" in ran.stdout) == (0, True), ran.stdout + ran.stderr
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="promtool, of Prometheus, is not installed")
+def test_every_alert_fires_when_it_should() -> None:
+    ran = subprocess.run(["promtool", "test", "rules", str(ALERTS)], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    tried = {case["alertname"] for test in documents(ALERTS)[0]["tests"] for case in test["alert_rule_test"]}
+    assert tried == {rule["alert"] for rule in documents(DOCKER / "observability/alerts.yaml")[0]["groups"][0]["rules"]}
 
 
 def test_mounted_files_exist() -> None:

@@ -162,6 +162,7 @@ def test_stop_strings_are_as_many_as_the_engine_takes_and_four_where_openai_says
 
 def test_the_page_of_options_is_what_the_code_says() -> None:
     assert page() == (ROOT / "docs/options.md").read_text(), "run: make options"
+    assert "``" not in page()  # an empty default, which the site would show as these two marks
 
 
 def test_pydantic_comes_with_the_first_value_that_is_checked() -> None:

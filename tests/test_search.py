@@ -1,4 +1,5 @@
-"""Ten questions that users ask: the first hit of the site's search answers each, in a real browser.
+"""The site in a real browser: the first hit of its search answers ten questions that users ask, and a phone shows pages
+whole.
 
 The site is built with the packages of `make docs`; without them, or without a browser, the tests are skipped.
 """
@@ -76,3 +77,16 @@ def test_the_first_hit_answers(question: str, answer: str, site: str, browser: B
         .map((hit) => hit.getAttribute("href"))"""
     )
     assert hits[0] == answer, hits[:5]
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_a_phone_shows_what_an_option_means(site: str, browser: Browser) -> None:
+    """No table of the longest page is wider than the screen, and no page is."""
+    browser.size(390, 844)
+    browser.open(f"{site}/options.html")
+    wider = """return [...document.querySelectorAll(".table-wrapper, html")]
+        .filter((one) => one.scrollWidth > one.clientWidth).map((one) => one.textContent.trim().slice(0, 80))"""
+    assert browser.count("section#options td") > 1000
+    assert browser.run(wider) == []
+    assert browser.complaints() == []
