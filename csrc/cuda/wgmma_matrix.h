@@ -6,10 +6,10 @@
 // swizzle): chunk c of row r is at c ^ r % 8. Whether its rows are the sum's dimension K or not is the
 // product's to say:
 //
-//   rows of M or N, columns of K (queries, keys): a product takes 16 columns. It begins 32 bytes further in
-//   the
-//     panel, or in the next; the stride is from 8 rows to the next 8. The leading offset is not used.
-//   rows of K, columns of N (values): a product takes 16 rows. The stride is from 8 rows to the next 8, the
+//   rows of M or N, columns of K (queries, keys): a product takes 16 columns, which begin 32 bytes further
+//     in the panel, or in the next panel; the stride is from 8 rows to the next 8, and the leading offset is
+//     not used;
+//   rows of K, columns of N (values): a product takes 16 rows; the stride is from 8 rows to the next 8, the
 //     leading offset from a panel to the next.
 #pragma once
 

@@ -4,10 +4,11 @@
 //   mma NAME OPERAND thread value offset    offset = row + rows * column of the element
 //   load NAME source lane bit offset        16 bits of the 16 bytes at a lane's address
 //   load NAME target thread bit offset      where ldmatrix brings them: to the place of the same offset
-//   tile NAME cute row column offset        element [row][column] of a swizzled tile in shared memory, in
-//   elements tile NAME ours row column offset        the same by wgmma_matrix.h matrix NAME cute step start
-//   bits        a product's matrix there: its first element, the descriptor's upper half matrix NAME ours
-//   step start bits        and its leading offset, in 16 bytes, as a number: the upper 50 bits
+//   tile NAME WHOSE row column offset       element [row][column] of a swizzled tile in shared memory
+//   matrix NAME WHOSE step start bits       a product's matrix there: its first element, and its descriptor's
+//                                           upper 50 bits as a number (leading offset, stride, swizzle)
+//
+// WHOSE: cute, or ours (cuda/wgmma_matrix.h).
 #include <cinttypes>
 #include <cstdio>
 #include <cute/atom/copy_traits_sm75.hpp>
