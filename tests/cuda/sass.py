@@ -17,7 +17,7 @@ from pathlib import Path
 # QMMA: warp-level FP8; QGMMA, HGMMA: Hopper's warpgroups, FP8 and BF16 (attention); UTCQMMA: tcgen05 FP8.
 EXPECTED = {"sm_89": ["QMMA"], "sm_90a": ["QGMMA", "HGMMA"]}
 # A family's code (sm_100f) is listed under the chip's plain name.
-EXPECTED |= dict.fromkeys(("sm_100a", "sm_100"), ["UTCQMMA"]) | dict.fromkeys(("sm_120a", "sm_120"), ["QMMA"])
+EXPECTED |= {"sm_100a": ["UTCQMMA"], "sm_100": ["UTCQMMA"], "sm_120a": ["QMMA"], "sm_120": ["QMMA"]}
 INSTRUCTION = re.compile(r"\b(UTCQMMA|QGMMA|QMMA|HGMMA|HMMA)\b")
 DIVISION = re.compile(r"__cuda_sm\d+_(div|rem)_s64")
 # Loads, stores and atomics of memory that other kernels see; not the arguments' (LDC) nor the block's own (LDS).
