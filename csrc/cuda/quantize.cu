@@ -13,6 +13,7 @@
 #include <tuple>
 
 #include "cuda/casts.h"
+#include "cuda/rows.h"
 
 namespace fp8serve {
 namespace {
@@ -27,6 +28,11 @@ constexpr int kSmall = 4 * kTile;                   // up to here one block does
 
 // --- one scale for the whole tensor
 // ---------------------------------------------------------------------------
+
+// Counted in 32 bits, as the chunks of rows.h.
+__device__ __forceinline__ uint32_t tiles_of(int64_t n) {
+  return static_cast<uint32_t>((n + kTile - 1) / kTile);
+}
 
 // f(element offset) for this thread's chunks of one tile; loads of a full tile are issued before the first
 // use.
@@ -55,9 +61,10 @@ __global__ void __launch_bounds__(kThreads)
   after_earlier_kernels();
   __shared__ float memory[32];
   const float scale = *scale_in;
-  const int64_t n = rows * cols, tiles = (n + kTile - 1) / kTile;
+  const int64_t n = rows * cols;
+  const uint32_t tiles = tiles_of(n);
   const auto for_chunks_here = [&](const auto& use) {
-    for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) for_tile<kAligned>(x, tile, n, use);
+    for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) for_tile<kAligned>(x, tile, n, use);
   };
   float seen = 0.0f;
   for_chunks_here([&](const Chunk& chunk, int64_t at) {
@@ -78,8 +85,8 @@ __global__ void __launch_bounds__(kThreads)
   after_earlier_kernels();
   __shared__ float memory[32];
   float seen = 0.0f;
-  const int64_t tiles = (n + kTile - 1) / kTile;
-  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+  const uint32_t tiles = tiles_of(n);
+  for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     for_tile<kAligned>(x, tile, n, [&](const Chunk& chunk, int64_t) { seen = amax_of(chunk, seen); });
   }
   seen = block_max(seen, memory);
@@ -92,9 +99,9 @@ __global__ void __launch_bounds__(kThreads)
   after_earlier_kernels();
   const float scale = scale_for(*amax, F::max(), power_2);
   if (blockIdx.x == 0 && threadIdx.x == 0) *scale_inv = 1.0f / scale;
-  const int64_t tiles = (n + kTile - 1) / kTile;
-  for (int64_t tile = tiles - 1 - blockIdx.x; tile >= 0; tile -= gridDim.x) {
-    for_tile<kAligned>(x, tile, n, [&](const Chunk& chunk, int64_t at) {
+  const uint32_t tiles = tiles_of(n);
+  for (uint32_t done = blockIdx.x; done < tiles; done += gridDim.x) {  // the last first: it was read last
+    for_tile<kAligned>(x, tiles - 1 - done, n, [&](const Chunk& chunk, int64_t at) {
       store_chunk<kAligned>(encode_chunk<F>(chunk, scale), q, at, n);
     });
   }
@@ -137,15 +144,13 @@ __global__ void __launch_bounds__(1024)
   __shared__ float memory[32];
   const T* from = x + blockIdx.x * cols;
   uint8_t* to = q + blockIdx.x * cols;
-  const int64_t first = static_cast<int64_t>(threadIdx.x) * kChunk,
-                step = static_cast<int64_t>(blockDim.x) * kChunk;
   float seen = 0.0f;
-  for (int64_t at = first; at < cols; at += step) seen = amax_of(load_chunk<kAligned>(from, at, cols), seen);
+  for_chunks(cols, [&](int64_t at) { seen = amax_of(load_chunk<kAligned>(from, at, cols), seen); });
   const float scale = scale_for(block_max(seen, memory), F::max(), power_2);
   if (threadIdx.x == 0) scale_inv[blockIdx.x] = 1.0f / scale;
-  for (int64_t at = first; at < cols; at += step) {
+  for_chunks(cols, [&](int64_t at) {
     store_chunk<kAligned>(encode_chunk<F>(load_chunk<kAligned>(from, at, cols), scale), to, at, cols);
-  }
+  });
 }
 
 // --- one scale per block

@@ -48,11 +48,12 @@ inline unsigned blocks_for(const Rows& rows, const OnDevice& device) {
       std::min<int64_t>(ceil_over(chunks, kRowThreads), 8 * device.multiprocessors()));
 }
 
-// f(chunk's first element) for the chunks of a row that this thread has.
+// f(chunk's first element) for the chunks of a row that this thread has. They are counted in 32 bits (a row
+// of more would not fit any GPU), because the compiler divides to know how often it can unroll the loop.
 template <class F>
 __device__ __forceinline__ void for_chunks(int64_t n, const F& f) {
-  const int64_t step = static_cast<int64_t>(blockDim.x) * kChunk;
-  for (int64_t at = static_cast<int64_t>(threadIdx.x) * kChunk; at < n; at += step) f(at);
+  const auto chunks = static_cast<uint32_t>((n + kChunk - 1) / kChunk);
+  for (uint32_t c = threadIdx.x; c < chunks; c += blockDim.x) f(static_cast<int64_t>(c) * kChunk);
 }
 
 // Pieces that are numbered row by row, `per_row` of them in each, at equal steps. Where a step leads is

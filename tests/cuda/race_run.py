@@ -52,7 +52,9 @@ WORDS: dict[str, tuple[str, ...]] = {
     "watched_mm_add": ("(1, 40, 1200) tensor torch.bfloat16", "(33, 16, 144) row torch.bfloat16"),
     "write_kv": ("",),
 }
-RACE, WRONG, STUCK = 66, 65, 64  # how a process ends; the first by ThreadSanitizer's own choice
+# How a process ends, the first by ThreadSanitizer's own choice; refused by the emulator: threads wait for ever, or use
+# an instruction against its rules.
+RACE, WRONG, REFUSED = 66, 65, 64
 CHIP, HOPPER = (120, 4, 99 * 1024), (90, 4, 227 * 1024)
 LONG, RESIDUAL = torch.ones(2, 32776), torch.ones(70, 72)
 Run = tuple[str, Callable[[Kernels], Any]]
@@ -173,10 +175,10 @@ def how_found(gpu: emulated.Emulator, kernels: Kernels, site: str, run: Callable
         except AssertionError:
             os._exit(WRONG)
         except RuntimeError:
-            os._exit(STUCK)
+            os._exit(REFUSED)
         os._exit(0)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return {RACE: "race", WRONG: "wrong results", STUCK: "threads wait for ever", 0: "not found"}[status]
+    return {RACE: "race", WRONG: "wrong results", REFUSED: "refused", 0: "not found"}[status]
 
 
 if __name__ == "__main__":

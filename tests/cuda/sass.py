@@ -17,9 +17,9 @@ from pathlib import Path
 # QMMA: warp-level FP8; QGMMA, HGMMA: Hopper's warpgroups, FP8 and BF16 (attention); UTCQMMA: tcgen05 FP8.
 EXPECTED = {"sm_89": ["QMMA"], "sm_90a": ["QGMMA", "HGMMA"]}
 # A family's code (sm_100f) is listed under the chip's plain name.
-EXPECTED |= dict.fromkeys(("sm_100a", "sm_100"), ["UTCQMMA"]) | dict.fromkeys(("sm_120a", "sm_120"), ["QMMA"])
+EXPECTED |= {"sm_100a": ["UTCQMMA"], "sm_100": ["UTCQMMA"], "sm_120a": ["QMMA"], "sm_120": ["QMMA"]}
 INSTRUCTION = re.compile(r"\b(UTCQMMA|QGMMA|QMMA|HGMMA|HMMA)\b")
-DIVISION = re.compile(r"__cuda_sm\d+_(div|rem)_s64")
+DIVISION = {"s": re.compile(r"__cuda_sm\d+_(div|rem)_s64"), "u": re.compile(r"__cuda_sm\d+_(div|rem)_u64")}
 # Loads, stores and atomics of memory that other kernels see; not the arguments' (LDC) nor the block's own (LDS).
 ACCESS = re.compile(r"\b(LDG?|STG?|ATOMG?|RED|LDGSTS|UBLKCP|UTMALDG)\b[.\w]*")
 ARCHITECTURE = re.compile(r"arch = (sm_\w+)")
@@ -54,10 +54,10 @@ def instructions(library: Path, tool: Path, arch: str) -> Counter[str]:
     return counts
 
 
-def long_divisions(binary: Path, tool: Path) -> set[str]:
-    """The sources whose kernels, on some architecture, divide integers of 64 bits with a sign, which takes a function.
-    The compiler itself divides without, once a thread, to know how often a loop runs that it unrolls. Sources that were
-    compiled without line numbers (CUTLASS's) are "".
+def long_divisions(binary: Path, tool: Path, kind: str) -> set[str]:
+    """The sources whose kernels, on some architecture, divide integers of 64 bits, which takes a function. kind: "s",
+    with a sign, or "u", without, as the compiler divides to know how often a loop runs that it
+    unrolls. Sources that were compiled without line numbers (CUTLASS's) are "".
     """
     found, source = set(), ""
     command = [str(tool), "-elf", str(binary)]
@@ -67,7 +67,7 @@ def long_divisions(binary: Path, tool: Path) -> set[str]:
                 source = ""
             elif named := re.match(r"identifier = (\S+)", line):
                 source = Path(named[1]).name
-            elif DIVISION.search(line):
+            elif DIVISION[kind].search(line):
                 found.add(source)
     return found
 

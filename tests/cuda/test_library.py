@@ -92,9 +92,11 @@ def test_every_architecture_multiplies_by_its_own_instructions(library):
 @pytest.mark.parametrize("library", BUILT, ids=lambda path: path.parent.name)
 def test_no_elementwise_kernel_divides_integers_of_64_bits(library):
     """The delayed update does once a state, and attention once a row, for its sink."""
-    found = sass.long_divisions(library, sass.cuobjdump())
+    found = sass.long_divisions(library, sass.cuobjdump(), "s")
     assert "scaling.cu" in found, "this is how such divisions are known"
     assert found <= {"", "scaling.cu", "attention.cu", "attention_mma.cu", "attention_tensor.cu", "attention_wgmma.cu"}
+    elementwise = {"activations.cu", "elementwise.cu", "quantize.cu", "sample.cu"}
+    assert sass.long_divisions(library, sass.cuobjdump(), "u").isdisjoint(elementwise)
 
 
 @disassembled

@@ -13,6 +13,7 @@ from fp8serve.fp8.selfcheck.switching import OVERLAP, switch_products_off
 from fp8serve.fp8.selfcheck.verdict import Finding
 from tests.cuda import emulated
 from tests.cuda.conftest import Kernels
+from tests.cuda.test_attention import assert_close
 from tests.cuda.test_gemm import assert_within_accumulation
 
 CUTLASS = {f"scaled_mm.{tile}" for tile in TILES}
@@ -53,8 +54,8 @@ def test_a_kernel_is_tried_on_thirty_cases_of_every_kind(kernels: Kernels, name:
 
 
 @pytest.mark.emulator
-def test_attention_without_a_fence_is_found_and_the_next_takes_over() -> None:
-    """Prompts on Hopper: warpgroups, then warps, then FP32. The check sees sums that were read too early."""
+def test_attention_that_does_not_wait_is_found_and_the_next_takes_over() -> None:
+    """Prompts on Hopper: warpgroups, then warps, then FP32."""
     gpu, here = emulated.emulator(), torch.zeros(1)
     by_name = {c.name: c for c in on_gpu(gpu.ops)}
     prompt = by_name["paged_attention.wgmma"].cases[0].make()
@@ -71,7 +72,7 @@ def test_attention_without_a_fence_is_found_and_the_next_takes_over() -> None:
             assert found.state == "disagrees"
             switch_products_off(here, [name], gpu.ops)
             assert gpu.ops.gemm_kernels(here, "") == off
-            torch.testing.assert_close(gpu.ops.paged_attention(*prompt), reference.paged_attention(*prompt))
+            assert_close(gpu.ops.paged_attention(*prompt), reference.paged_attention(*prompt))
         assert tried(by_name["paged_attention"], "cpu") == Finding("agrees")
         assert gpu.ops.gemm_kernels(here, "") == off, "what was off stays off"
     finally:

@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -76,6 +77,7 @@ struct Machine {
   std::function<void()> body;
   bool did_not_wait = false;  // some thread of the launch, for the kernels before it
   bool has_products = false;  // some thread ended with products that it had not waited for
+  std::string refused;        // why a thread may not go on; nothing can be thrown out of a fiber
   dim3 thread_index, block_index, block_size, grid_size;
   Thread& self() { return threads[static_cast<size_t>(running)]; }
 };
@@ -85,6 +87,15 @@ inline Machine machine;
 inline void to_scheduler() {
   races::before_switch_to(machine.scheduler_fiber);
   swapcontext(&machine.self().context, &machine.scheduler);
+}
+
+// The launch ends with this error: the thread does not go on.
+[[noreturn]] inline void refuse(const char* why) {
+  races::stop_watching();
+  machine.refused = std::string("emulator: ") + why;
+  machine.self().state = State::done;
+  races::watch();
+  for (;;) to_scheduler();
 }
 
 inline bool has_products(const Thread& thread) {
@@ -229,6 +240,12 @@ inline bool any_alive() {
   return false;
 }
 
+[[noreturn]] inline void give_up(const std::string& why) {
+  for (Thread& thread : machine.threads) thread.fiber = nullptr;  // those that wait are never left
+  machine.has_products = machine.did_not_wait = false;
+  throw std::runtime_error(why);
+}
+
 inline void run_block() {
   const races::Unwatched bookkeeping;
   machine.scheduler_fiber = races::this_fiber();
@@ -238,11 +255,9 @@ inline void run_block() {
   races::happens_before(&machine.start);
   for (;;) {
     const bool ran = run_ready();
+    if (!machine.refused.empty()) give_up(std::exchange(machine.refused, {}));
     if (!any_alive()) break;
-    if (!release_all() && !ran) {
-      for (Thread& thread : machine.threads) thread.fiber = nullptr;  // those that wait are never left
-      throw std::runtime_error("emulator: threads of a block wait for each other for ever");
-    }
+    if (!release_all() && !ran) give_up("emulator: threads of a block wait for each other for ever");
   }
   races::happens_after(&machine.finish);
   if (std::exchange(machine.has_products, false)) {

@@ -25,7 +25,7 @@ constexpr uint32_t kDynamicShared = 1024;  // the address where a block's dynami
 
 inline const char* at_address(uint32_t address) {
   if (address < kDynamicShared || address + 16 > kDynamicShared + kMostShared) {
-    throw std::runtime_error("emulator: a product reads outside of shared memory");
+    refuse("a product reads outside of shared memory");
   }
   return reinterpret_cast<const char*>(dynamic_shared()) + (address - kDynamicShared);
 }
@@ -40,7 +40,7 @@ class Matrix {
         stride_(field(descriptor >> 32)),
         columns_of_k_(columns_of_k) {
     const bool offset = (descriptor >> 49 & 7) != 0, swizzled = descriptor >> 62 == 1;
-    if (offset || !swizzled) throw std::runtime_error("emulator: this matrix is not swizzled by 128 bytes");
+    if (offset || !swizzled) refuse("this matrix is not swizzled by 128 bytes");
   }
 
   const char* at(uint32_t outer, uint32_t chunk) const {
@@ -120,7 +120,7 @@ inline std::vector<float> sums_of(const Product& product, size_t group, size_t a
 inline void finish(Thread& self, size_t group, size_t at, const std::vector<float>& sums) {
   Product& product = self.products[group].issued[at];
   if (!is_poisoned(product)) {
-    throw std::runtime_error("emulator: the sums of a product were written before it was waited for");
+    refuse("the sums of a product were written before it was waited for");
   }
   std::vector<float> result(sums.size());
   for (size_t i = 0; i < sums.size(); ++i) result[i] = (product.adds ? product.held[i] : 0.0f) + sums[i];
@@ -170,8 +170,8 @@ inline void need_fibers(Thread& self) {
 inline void issue(Product product) {
   const races::Unwatched bookkeeping;
   Thread& self = machine.self();
-  if (!self.fenced) throw std::runtime_error("emulator: a warpgroup's first product without wgmma_fence()");
-  if (machine.count % 128 != 0) throw std::runtime_error("emulator: four warps make a warpgroup");
+  if (!self.fenced) refuse("a warpgroup's first product without wgmma_fence()");
+  if (machine.count % 128 != 0) refuse("four warps make a warpgroup");
   need_fibers(self);
   note_accesses(product, self);
   take_sums(product, self.products);
