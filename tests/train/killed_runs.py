@@ -1,17 +1,19 @@
 """Runs a job in forked children that are killed with SIGKILL; its own program, so that no thread lives at the fork.
 
     python -m tests.train.killed_runs random JOB_DIR SEED     kill again and again, some events later, until it is done
-    python -m tests.train.killed_runs points JOB_DIR FIRST STEP
-                                        for every STEP-th k from FIRST on: die in the k-th fsync or rename, then run on
+    python -m tests.train.killed_runs points JOB_DIR WHOLE    go on from what a kill in each fsync or rename leaves
     python -m tests.train.killed_runs group JOB_DIR SEED      on two processes; kills a rank, or what started both
-    python -m tests.train.killed_runs group-points JOB_DIR FIRST STEP WHOLE
-                                        "points" of rank 0 of two; each time JOB_DIR must become as WHOLE is
+    python -m tests.train.killed_runs group-points JOB_DIR WHOLE      "points" of rank 0 of two
+    python -m tests.train.killed_runs group-kills JOB_DIR WHOLE STEP  kill rank 0 of two in every STEP-th point
 
-Prints the number of kills. JOB_DIR holds job.json; "points" works in copies of it, `JOB_DIR-k`, whose `out` is inside.
-With SPOILED in the environment the weights break as in `spoiled.py`.
+A point is an fsync or a rename before which the files differ from what they were in the call before it: a kill in
+either of two calls with nothing written between them leaves the same files. A killed process loses only its memory, so
+"points" runs once, copies the files at each point, and goes on from each copy. Each time JOB_DIR must become as WHOLE
+is.
+
+Prints the number of kills. JOB_DIR holds job.json. With SPOILED in the environment the weights break (`spoiled.py`).
 """
 
-import json
 import os
 import random
 import shutil
@@ -30,6 +32,7 @@ from fp8serve.train.group import run_group
 from tests.train.spoiled import spoil
 
 LIMIT = 500
+AS_RANK = "fp8serve.train.job_process:as_rank"
 MOST_KILLS = 8  # of groups, whose start takes long
 
 
@@ -65,17 +68,15 @@ def logged(job: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def die_in_call(point: int, note: Callable[[], object] = lambda: None) -> None:
-    """Replace fsync and rename by ones that kill this process in the `point`-th call."""
+def before_each_call(act: Callable[[int], object]) -> None:
+    """From now on fsync and rename call `act` first, with the number of their call from 1 on."""
     calls = 0
 
     def guard(real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
             calls += 1
-            if calls == point:
-                note()
-                os.kill(os.getpid(), signal.SIGKILL)
+            act(calls)
             return real(*args, **kwargs)
 
         return call
@@ -84,17 +85,67 @@ def die_in_call(point: int, note: Callable[[], object] = lambda: None) -> None:
         setattr(os, name, guard(getattr(os, name)))
 
 
-def kill_at_points(job: Path, first: int, step: int) -> int:
-    for point in range(first, LIMIT, step):
-        copy = job.with_name(f"{job.name}-{point}")
-        shutil.copytree(job, copy)
-        config = json.loads((copy / "job.json").read_text())
-        (copy / "job.json").write_text(json.dumps({**config, "out": str(copy / "out")}))
-        if wait(child(copy, lambda point=point: die_in_call(point))) == job_process.EXIT_DONE:  # type: ignore[misc]
-            return (point - first) // step
-        if wait(child(copy)) != job_process.EXIT_DONE:
-            raise SystemExit(f"after a kill in call {point} the job did not end")
-    raise SystemExit("too many calls")
+def at_each_point(job: Path, act: Callable[[int], object]) -> None:
+    """`act` at every point, with the number of its call."""
+    before: dict[Path, bytes | None] | None = None
+
+    def look(call: int) -> None:
+        nonlocal before
+        if (now := content(job)) != before:
+            before = now
+            act(call)
+
+    before_each_call(look)
+
+
+def content(directory: Path) -> dict[Path, bytes | None]:
+    """What is in a directory: the bytes of its files, None for its folders."""
+    return {p.relative_to(directory): p.read_bytes() if p.is_file() else None for p in directory.rglob("*")}
+
+
+def die_in_call(number: int, note: Callable[[], object]) -> None:
+    """SIGKILL for this process in the `number`-th call of fsync or rename."""
+
+    def die(call: int) -> None:
+        if call == number:
+            note()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    before_each_call(die)
+
+
+def copy_at_each_point(job: Path, left: Path) -> None:
+    at_each_point(job, lambda call: shutil.copytree(job, left / str(call)))
+
+
+def points(job: Path, whole: Path) -> int:
+    def copying(left: Path) -> int:
+        return wait(child(job, lambda: copy_at_each_point(job, left)))
+
+    return go_on_from_each_point(job, whole, copying, lambda: wait(child(job)))
+
+
+def go_on_from_each_point(
+    job: Path, whole: Path, copying: Callable[[Path], int | None], run: Callable[[], int | None]
+) -> int:
+    """`copying` runs the job and puts the files at each point into a folder of the given one, named by its call."""
+    left = job.with_name("left")
+    left.mkdir()
+    if copying(left) != job_process.EXIT_DONE:
+        raise SystemExit("the job did not end")
+    found = sorted(left.iterdir(), key=lambda path: int(path.name))
+    for point in found:
+        shutil.rmtree(job)
+        point.rename(job)  # into its place: the files say where they are
+        expect_whole(run(), job, whole, point.name)
+    return len(found)
+
+
+def expect_whole(status: int | None, job: Path, whole: Path, call: str) -> None:
+    if status != job_process.EXIT_DONE:
+        raise SystemExit(f"after a kill in call {call} the job did not end")
+    if differing := unequal(whole, job):
+        raise SystemExit(f"after a kill in call {call} these differ: {differing}")
 
 
 def kill_group(job: Path, seed: int) -> int:
@@ -129,27 +180,41 @@ def child_of_two(job: Path) -> "subprocess.Popen[bytes]":
     return subprocess.Popen([sys.executable, "-m", "fp8serve.train.job_process", "--procs", "2", str(job)])
 
 
-def kill_group_at_points(job: Path, first: int, step: int, whole: Path) -> int:
-    described = (job / "job.json").read_text()
-    for point in range(first, LIMIT, step):
+def group_points(job: Path, whole: Path) -> int:
+    def copying(left: Path) -> int | None:
+        return run_group(2, "tests.train.killed_runs:copying_rank", [str(job), str(left)])
+
+    return go_on_from_each_point(job, whole, copying, lambda: run_group(2, AS_RANK, [str(job)]))
+
+
+def group_kills(job: Path, whole: Path, step: int) -> int:
+    """The group starts again by itself."""
+    left, died, described = job.with_name("left"), job.with_name("died"), (job / "job.json").read_text()
+    left.mkdir()
+    run_group(2, "tests.train.killed_runs:copying_rank", [str(job), str(left)])
+    calls = sorted(int(path.name) for path in left.iterdir())[::step]
+    for call in map(str, calls):
         shutil.rmtree(job)
         job.mkdir()
         (job / "job.json").write_text(described)
-        died = job.parent / f"died-{point}"
-        if run_group(2, "tests.train.killed_runs:dying_rank", [str(job), str(point), str(died)]) != 0:
-            raise SystemExit(f"after a kill in call {point} the job did not end")
-        if differing := unequal(whole, job):
-            raise SystemExit(f"after a kill in call {point} these differ: {differing}")
-        if not died.exists():
-            return (point - first) // step
-    raise SystemExit("too many calls")
+        expect_whole(run_group(2, "tests.train.killed_runs:dying_rank", [str(job), call, str(died)]), job, whole, call)
+        died.unlink()
+    return len(calls)
+
+
+def copying_rank(arguments: list[str]) -> int:
+    """JOB_DIR LEFT: run the job; rank 0 copies its files at each point."""
+    job, left = map(Path, arguments)
+    if os.environ["RANK"] == "0":
+        copy_at_each_point(job, left)
+    return job_process.as_rank([str(job)])
 
 
 def dying_rank(arguments: list[str]) -> int:
-    """JOB_DIR POINT DIED: run the job; rank 0 dies once."""
-    job, point, died = arguments
+    """JOB_DIR CALL DIED: run the job; rank 0 dies once."""
+    job, call, died = arguments
     if os.environ["RANK"] == "0" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        die_in_call(int(point), Path(died).touch)
+        die_in_call(int(call), Path(died).touch)
     return job_process.as_rank([job])
 
 
@@ -165,9 +230,10 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if "SPOILED" in os.environ:
         spoil()
-    mode, job_dir, *numbers = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]
-    if mode == "group-points":
-        print(kill_group_at_points(job_dir, int(numbers[0]), int(numbers[1]), Path(numbers[2])))
+    mode, job_dir, *more = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]
+    if mode in ("random", "group"):
+        print({"random": kill_at_random, "group": kill_group}[mode](job_dir, int(more[0])))
+    elif mode == "group-kills":
+        print(group_kills(job_dir, Path(more[0]), int(more[1])))
     else:
-        kill = {"points": kill_at_points, "random": kill_at_random, "group": kill_group}[mode]
-        print(kill(job_dir, *map(int, numbers)))
+        print({"points": points, "group-points": group_points}[mode](job_dir, Path(more[0])))

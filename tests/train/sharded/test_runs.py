@@ -26,7 +26,7 @@ from tests.train.test_processes import (
     by_processes,
     metrics_in,
     metrics_of,
-    run_whole,
+    run_shared,
     trained,
 )
 
@@ -214,7 +214,7 @@ def test_a_signal_stops_a_sharded_group_at_a_checkpoint(tmp_path: Path, configur
 @pytest.mark.slow
 def test_sharded_processes_killed_at_random_write_the_directory_of_one(tmp_path: Path, configure: Configure) -> None:
     """Now a rank, which the group survives, now the process that holds it together."""
-    whole, job = run_whole(tmp_path, configure, max_steps=12, save_every=2, keep_last=2, fsdp=True)
+    whole, job = run_shared(tmp_path, configure, max_steps=12, save_every=2, keep_last=2, fsdp=True)
     assert finish(job, "group", "7") >= 2
     assert_same(whole, job)
     losses = [[(e["step"], e["train_loss"]) for e in metrics_in(directory)] for directory in (whole, job)]
