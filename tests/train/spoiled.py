@@ -5,10 +5,10 @@ from typing import Any
 import torch
 
 from fp8serve.fp8.recipe import DelayedScaling
-from fp8serve.train import trainer
+from fp8serve.train import stepping
 
 WHEN = {0: 5, 2: 8}  # margin -> the number of steps before the one that spoils
-_REAL = trainer.accumulate
+_REAL = stepping.accumulate
 
 
 def spoiled(method: Any, forward: Any, optimizer: Any, *rest: Any, **named: Any) -> list[float]:
@@ -24,4 +24,4 @@ def spoiled(method: Any, forward: Any, optimizer: Any, *rest: Any, **named: Any)
 
 def spoil() -> None:
     """In this process, from now on."""
-    trainer.accumulate = spoiled
+    stepping.accumulate = spoiled

@@ -10,7 +10,7 @@ import torch
 
 from fp8serve.errors import JobError
 from fp8serve.fp8.recipe import MAX_MARGIN
-from fp8serve.train import checkpoint, fallback, job_process, trainer
+from fp8serve.train import checkpoint, fallback, job_process, stepping
 from fp8serve.train.trainer import Trainer
 
 from .conftest import Configure
@@ -33,7 +33,7 @@ def steps(events: list[dict[str, Any]]) -> list[tuple[int, int]]:
 
 @pytest.fixture
 def spoils(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer, "accumulate", spoiled)
+    monkeypatch.setattr(stepping, "accumulate", spoiled)
 
 
 def test_it_tries_a_larger_margin_then_current_scaling(configure: Configure, spoils: None) -> None:
@@ -59,7 +59,7 @@ def test_what_it_goes_back_to_is_what_it_was_apart_from_the_margin(
 ) -> None:
     """It takes the same steps as a run with the larger margin from that checkpoint on; the scales change at once."""
     monkeypatch.setattr("tests.train.spoiled.WHEN", {0: 5})
-    monkeypatch.setattr(trainer, "accumulate", spoiled)
+    monkeypatch.setattr(stepping, "accumulate", spoiled)
     config = configure(**RETURN)
     Trainer(config).run(stop=after(4))
     saved = checkpoint.read_checkpoint(Path(config.out) / "checkpoints" / "step-4").scaling

@@ -1,0 +1,77 @@
+"""Where a run stands, and what the parts of the loop share.
+
+`Progress` is everything that a checkpoint records besides tensors. `Course` is what the parts of a run work on: what is
+measured (`train.measuring`), what comes before the first step (`train.beginning`), a step (`train.stepping`),
+checkpoints (`train.saving`, `train.resuming`), and going back (`train.returning`). `train.trainer` calls them in order.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fp8serve.ranks import Ranks
+from fp8serve.train.config import TrainConfig
+from fp8serve.train.data import Item
+from fp8serve.train.events import OnEvent
+from fp8serve.train.held_out import HeldOut
+from fp8serve.train.order import Cursor, Step
+from fp8serve.train.setup import Setup
+
+
+@dataclass
+class Progress:
+    """Where a run stands between two steps; all of it is in the checkpoint. returns: how often it went back."""
+
+    step: int = 0
+    cursor: Cursor = field(default_factory=Cursor)
+    trained_tokens: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    total_steps: int | None = None
+    first_loss: float | None = None
+    held_out: HeldOut = field(default_factory=HeldOut)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    returns: int = 0
+
+
+@dataclass
+class Course:
+    """A run on its way.
+
+    asked: the job's own configuration. config: the one that is in effect, after `progress.returns` returns. identity:
+    see `identity_of`.
+    """
+
+    asked: TrainConfig
+    config: TrainConfig
+    ranks: Ranks
+    on_event: OnEvent
+    setup: Setup
+    identity: dict[str, Any]
+    progress: Progress
+
+    @property
+    def out(self) -> Path:
+        return Path(self.asked.out)
+
+    @property
+    def may_go_back(self) -> bool:
+        return self.asked.on_divergence == "return"
+
+    @property
+    def save_every(self) -> int:
+        """The run may go back to the checkpoints of the multiples of this step."""
+        return self.asked.save_every or 1
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each item."""
+        return [item.tokens for item in self.setup.items]
+
+    def items(self, step: Step) -> list[list[Item]]:
+        """The items of every microbatch of a step."""
+        return [[self.setup.items[i] for i in items] for items in step]
+
+    def due(self, every: int | None) -> bool:
+        """Whether something that is done every so many steps is to be done now."""
+        return every is not None and self.progress.step % every == 0
