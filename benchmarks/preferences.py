@@ -12,18 +12,16 @@ there. Prints JSON.
 import argparse
 import json
 import random
-import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from curves import Curve, apart, in_order, kept, peer, trained, write
 
 from fp8serve.bench.provenance import provenance
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.order import permutation
-from fp8serve.train.trainer import Trainer
 
 PEER = Path(__file__).parent / "peer_programs" / "trl_dpo.py"
 TRL, IN_FP32 = "trl", "trl-fp32"
@@ -43,13 +41,7 @@ def pairs(count: int, seed: int) -> list[dict[str, Any]]:
     return made
 
 
-def write(path: Path, rows: Sequence[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
-
-
-def ours(folder: Path, job: dict[str, Any], recipe: str) -> list[dict[str, float]]:
-    """The compared numbers of every step."""
+def ours(folder: Path, job: dict[str, Any], recipe: str) -> Curve:
     options = {k: v for k, v in job.items() if k not in ("threads", "data")}
     config = TrainConfig.from_dict(
         {
@@ -57,42 +49,13 @@ def ours(folder: Path, job: dict[str, Any], recipe: str) -> list[dict[str, float
             "lr_schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0, "on_divergence": "keep",
         }
     )  # fmt: skip
-    steps: list[dict[str, float]] = []
-
-    def follow(event: dict[str, Any]) -> None:
-        if event["type"] == "metrics":
-            steps.append({name: event["train_loss" if name == "loss" else name] for name in COMPARED})
-
-    Trainer(config).run(follow)
-    return steps
+    return trained(config, {name: "train_loss" if name == "loss" else name for name in COMPARED})
 
 
-def theirs(
-    python: str, folder: Path, job: dict[str, Any], rows: Sequence[dict[str, Any]], *, bf16: bool
-) -> list[dict[str, float]]:
-    order = permutation(len(rows), job["seed"], 0)
-    described = folder / "job.json"
-    described.write_text(
-        json.dumps({**job, "bf16": bf16, "data": write(folder / "ordered.jsonl", [rows[i] for i in order])})
-    )
-    said = subprocess.run([python, str(PEER), str(described)], check=True, capture_output=True, text=True).stdout
-    found: list[dict[str, float]] = json.loads(said.strip().splitlines()[-1])
+def theirs(python: str, folder: Path, job: dict[str, Any], rows: Sequence[dict[str, Any]], *, bf16: bool) -> Curve:
+    data = write(folder / "ordered.jsonl", in_order(rows, job["seed"]))
+    found: Curve = peer(python, PEER, folder, {**job, "bf16": bf16, "data": data})
     return found
-
-
-def kept(path: Path, run: Callable[[], list[dict[str, float]]]) -> list[dict[str, float]]:
-    """The figures of a run, computed once."""
-    if not path.exists():
-        path.write_text(json.dumps(run()), encoding="utf-8")
-    found: list[dict[str, float]] = json.loads(path.read_text(encoding="utf-8"))
-    return found
-
-
-def apart(run: Sequence[dict[str, float]], peer: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The largest difference between the two over all steps, for each number; for the loss, the mean one, too."""
-    steps = list(zip(run, peer, strict=True))
-    largest = {f"largest {name}": max(abs(a[name] - b[name]) for a, b in steps) for name in COMPARED}
-    return {**largest, "mean loss": sum(abs(a["loss"] - b["loss"]) for a, b in steps) / len(steps)}
 
 
 def main() -> None:

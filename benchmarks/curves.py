@@ -1,0 +1,72 @@
+"""What the comparisons with TRL's trainers share: the same rows in the same order, figures of every step, kept runs.
+
+A curve is a list with the figures of every step by their names. Every run writes its curve when it is complete, so that
+a benchmark that was interrupted continues with the runs that are missing.
+"""
+
+import json
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fp8serve.train.config import TrainConfig
+from fp8serve.train.order import permutation
+from fp8serve.train.trainer import Trainer
+
+Curve = list[dict[str, float]]
+Row = dict[str, Any]
+_Found = TypeVar("_Found")
+
+
+def write(path: Path, rows: Sequence[Row]) -> str:
+    """Writes rows as JSON lines; returns the path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def in_order(rows: Sequence[Row], seed: int) -> list[Row]:
+    """The rows in the order in which our trainer takes them in its first epoch."""
+    return [rows[i] for i in permutation(len(rows), seed, 0)]
+
+
+def _ignore(event: Row) -> None:
+    """For callers who want only the curve."""
+
+
+def trained(config: TrainConfig, names: Mapping[str, str], on_event: Callable[[Row], None] = _ignore) -> Curve:
+    """Trains here. names: the name of a figure in the curve, and that of the metric. The result is in `config.out`."""
+    steps: Curve = []
+
+    def follow(event: Row) -> None:
+        on_event(event)
+        if event["type"] == "metrics":
+            steps.append({name: event[metric] for name, metric in names.items()})
+
+    Trainer(config).run(follow)
+    return steps
+
+
+def peer(python: str, program: Path, folder: Path, job: Row) -> Any:
+    """What a program of peer_programs/ prints last, as JSON. It is told a file with the job."""
+    described = folder / "job.json"
+    described.write_text(json.dumps(job), encoding="utf-8")
+    done = subprocess.run([python, str(program), str(described)], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{program.name} failed: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def kept(path: Path, run: Callable[[], _Found]) -> _Found:
+    """What a run found; it is run once."""
+    if not path.exists():
+        path.write_text(json.dumps(run()), encoding="utf-8")
+    found: _Found = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def apart(run: Sequence[Mapping[str, float]], other: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The largest difference between two curves over all steps, for each figure; for the loss, the mean one, too."""
+    steps = list(zip(run, other, strict=True))
+    largest = {f"largest {name}": max(abs(a[name] - b[name]) for a, b in steps) for name in run[0]}
+    return {**largest, "mean loss": sum(abs(a["loss"] - b["loss"]) for a, b in steps) / len(steps)}

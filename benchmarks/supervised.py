@@ -1,0 +1,245 @@
+"""Supervised fine-tuning and LoRA here beside TRL's SFTTrainer and peft, from one model, with the same rows in order.
+
+    python benchmarks/supervised.py MODEL --peer PYTHON --out DIR [--steps 32] [--train WHAT ...] [--arm NAME ...]
+        [--svg FILE]
+
+MODEL: a Hugging Face directory in high precision that holds conversations. PYTHON: the interpreter of an environment
+with `trl` and `peft`. The rows are sums of two numbers in chats, made from a seed, and only the answers carry loss. The
+optimizer, the clipping and the learning rate are the same everywhere. First all weights are trained, in FP32 masters;
+then an adapter of rank 8 at every projection, which begins with the same numbers everywhere (--train 'all weights' or
+'adapter': only that). The adapter's base is BF16 or FP32 for peft; here it is BF16, FP8 that is cast by rows when it is
+loaded, or FP8 with the static scales of a calibration. TRL gets our tokens, because it would also learn the line feed
+that the template writes after an answer's end, which a server never asks for. Held-out sums are then asked of an
+engine, with the original model in BF16 and with every result: those in FP8 are served with the scales from training,
+uncalibrated. The comparison is of numbers, not of speed. DIR keeps every
+curve and every answer, so that a call that was interrupted continues from there. Prints JSON.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from curves import Curve, apart, in_order, kept, peer, trained, write
+from safetensors.torch import save_file
+
+from fp8serve.bench.plot import Panel, svg
+from fp8serve.bench.provenance import provenance
+from fp8serve.calibration.data import PASSAGES
+from fp8serve.engine.engine import Engine
+from fp8serve.model.formats.peft import key_of
+from fp8serve.model.text.examples import example_of, tokenize
+from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.train import lora
+from fp8serve.train.config import TrainConfig
+
+PEER = Path(__file__).parent / "peer_programs" / "trl_sft.py"
+HELD_OUT = 32
+RANK = 8
+LONGEST = 24  # tokens of an answer
+FIGURES = {"loss": "train_loss", "grad_norm": "grad_norm", "accuracy": "train_mean_token_accuracy"}
+JOB = {
+    "batch_size": 4, "seq_len": 128, "lr_schedule": "cosine", "warmup_steps": 0, "weight_decay": 0.01, "seed": 0,
+}  # fmt: skip
+RATES = {"all weights": 2e-5, "adapter": 5e-4}
+ARMS = {
+    "all weights": ("TRL, FP32", "TRL, BF16", "bf16", "rowwise", "delayed"),
+    "adapter": ("TRL, FP32", "TRL, BF16", "bf16", "rowwise", "delayed"),
+}
+
+Row = dict[str, Any]
+
+
+def sums(count: int, seed: int) -> list[Row]:
+    """Different sums of two numbers, in chats."""
+    chance = random.Random(seed)
+    chosen = chance.sample([(one, two) for one in range(10, 100) for two in range(10, 100)], count)
+    return [{"messages": _said(one, two)} for one, two in chosen]
+
+
+def _said(one: int, two: int) -> list[Row]:
+    question = {"role": "user", "content": f"What is {one} plus {two}?"}
+    return [question, {"role": "assistant", "content": f"{one} plus {two} is {one + two}."}]
+
+
+class Comparison:
+    """All runs of one call, in its directory."""
+
+    def __init__(self, model: str, python: str, folder: Path, steps: int) -> None:
+        self.model, self.python, self.folder = model, python, folder
+        rows = sums(JOB["batch_size"] * steps + HELD_OUT, 0)
+        self.learnt, self.held_out = rows[HELD_OUT:], rows[:HELD_OUT]
+        self.job = {**JOB, "max_steps": steps, "threads": torch.get_num_threads()}
+        folder.mkdir(parents=True, exist_ok=True)
+        self.data = write(folder / "sums.jsonl", self.learnt)
+        self.held_out_data = write(folder / "held-out.jsonl", self.held_out)
+        self.tokenizer = Tokenizer.from_dir(model)
+
+    def run(self, what: str, arm: str) -> Row:
+        """{"curve", "held_out": the loss before and after}, and the result in `_result`."""
+        found: Row = kept(self._place(what, arm).with_suffix(".json"), partial(self._run, what, arm))
+        return found
+
+    def _run(self, what: str, arm: str) -> Row:
+        if arm.startswith("TRL"):
+            return self._theirs(what, bf16=arm == "TRL, BF16")
+        return self._ours(what, arm)
+
+    def _place(self, what: str, arm: str) -> Path:
+        return self.folder / f"{what}-{arm}".replace(", ", "-").replace(" ", "-")
+
+    def _result(self, what: str, arm: str) -> Path:
+        place = self._place(what, arm)
+        return place if arm.startswith("TRL") else place / "model"
+
+    def _base(self, what: str, arm: str) -> str:
+        """The model that is trained: calibrated for an adapter beside static scales."""
+        calibrated = self.folder / "calibrated"
+        if what != "adapter" or arm != "delayed":
+            return self.model
+        if not calibrated.exists():
+            options = ["calibrate", self.model, "--out", str(calibrated), "--data", str(PASSAGES)]
+            subprocess.run([sys.executable, "-m", "fp8serve", *options], check=True, stdout=subprocess.DEVNULL)
+        return str(calibrated)
+
+    def _config(self, what: str, arm: str) -> TrainConfig:
+        rank = {"lora_rank": RANK} if what == "adapter" else {}
+        return TrainConfig.from_dict(
+            {
+                **{k: v for k, v in self.job.items() if k != "threads"}, **rank, "lr": RATES[what],
+                "model": self._base(what, arm), "data": [self.data], "eval_data": [self.held_out_data], "recipe": arm,
+                "out": str(self._place(what, arm)), "on_divergence": "keep",
+            }
+        )  # fmt: skip
+
+    def _ours(self, what: str, arm: str) -> Row:
+        held_out: list[float] = []
+
+        def note(event: Row) -> None:
+            held_out.extend([event["valid_loss"]] if "valid_loss" in event and event["type"] == "metrics" else [])
+            held_out.extend([event["loss"]] if event.get("code") == "validated" else [])
+
+        return {"curve": trained(self._config(what, arm), FIGURES, note), "held_out": held_out}
+
+    def _theirs(self, what: str, *, bf16: bool) -> Row:
+        out = self._result(what, "TRL, BF16" if bf16 else "TRL, FP32")
+        job = {**self.job, "model": self.model, "out": str(out), "lr": RATES[what], "bf16": bf16, "lora_rank": RANK}
+        rows = {
+            "rows": self._tokenized(in_order(self.learnt, JOB["seed"])),
+            "held_out": self._tokenized(self.held_out),
+        }
+        start = {"start": self._start() if what == "adapter" else None}
+        found: Row = peer(self.python, PEER, self.folder, {**job, **rows, **start})
+        return found
+
+    def _tokenized(self, rows: Sequence[Row]) -> list[Row]:
+        found = [tokenize(example_of(row, "a sum"), self.tokenizer) for row in rows]
+        return [{"input_ids": list(one.ids), "completion_mask": [int(m) for m in one.loss_mask]} for one in found]
+
+    def _start(self) -> str:
+        """A file of the adapter with which ours begin, in FP32 under peft's names."""
+        masters = lora.trained(lora.adapted_model(self._config("adapter", "bf16")))
+        parts = {name: name.rpartition(".") for name in masters}
+        file = self.folder / "start.safetensors"
+        save_file({key_of(parts[n][0], parts[n][2]): master.detach() for n, master in masters.items()}, file)
+        return str(file)
+
+    def asked(self, what: str, arm: str) -> Row:
+        return kept(self._place(what, arm).with_suffix(".answers.json"), partial(self._asked, what, arm))
+
+    def _asked(self, what: str, arm: str) -> Row:
+        result, in_fp8 = self._result(what, arm), arm in ("rowwise", "delayed")
+        if what == "all weights":
+            return self.ask(Engine(result, recipe="stored" if in_fp8 else "bf16"))
+        recipe = {"delayed": "stored", "rowwise": "rowwise"}.get(arm, "bf16")
+        engine = Engine(self._base(what, arm), recipe=recipe)
+        engine.load_adapter("sums", result)
+        return self.ask(engine, adapter="sums")
+
+    def ask(self, engine: Engine, adapter: str | None = None) -> Row:
+        """What an engine says to the held-out questions, greedily. right: the sum is in the answer. as_taught: the
+        answer is the held-out one, to the letter."""
+        questions = [row["messages"][0] for row in self.held_out]
+        prompts = [self.tokenizer.encode_chat([question]) for question in questions]
+        done = engine.generate(prompts, adapter=adapter, max_new_tokens=LONGEST, temperature=0.0)
+        said, wanted = [one.text for one in done], [row["messages"][1]["content"] for row in self.held_out]
+        numbers = [answer.rstrip(".").split()[-1] for answer in wanted]
+        return {
+            "of": len(said),
+            "right": sum(number in _numbers(text) for number, text in zip(numbers, said, strict=True)),
+            "as_taught": sum(text == answer for text, answer in zip(said, wanted, strict=True)),
+            "said": {q["content"]: text for q, text in zip(questions, said, strict=True)},
+        }
+
+
+def _numbers(text: str) -> list[str]:
+    return "".join(c if c.isdigit() else " " for c in text).split()
+
+
+def drawn(curves: Mapping[str, Mapping[str, Curve]]) -> str:
+    """The losses, and how far each is from that of TRL in FP32."""
+    panels = []
+    for what, arms in curves.items():
+        points = {arm: [(i + 1, step["loss"]) for i, step in enumerate(curve)] for arm, curve in arms.items()}
+        panels.append(Panel(f"loss, {what}", points))
+        exact = arms.get("TRL, FP32", next(iter(arms.values())))
+        away = {
+            arm: [(i + 1, a["loss"] - b["loss"]) for i, (a, b) in enumerate(zip(curve, exact, strict=True))]
+            for arm, curve in arms.items()
+        }
+        panels.append(Panel("minus that of TRL, FP32", away))
+    return svg("SFT and LoRA of SmolLM2-135M-Instruct, here and by TRL", panels, "step")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--peer", required=True)
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--train", action="append", choices=list(ARMS))
+    parser.add_argument("--arm", action="append", choices=ARMS["all weights"])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--svg", type=Path)
+    asked = parser.parse_args()
+    comparison = Comparison(asked.model, asked.peer, asked.out, asked.steps)
+    chosen = {what: asked.arm or ARMS[what] for what in asked.train or ARMS}
+    runs = {what: {arm: comparison.run(what, arm) for arm in arms} for what, arms in chosen.items()}
+    curves = {what: {arm: run["curve"] for arm, run in found.items()} for what, found in runs.items()}
+    answers = {what: {arm: comparison.asked(what, arm) for arm in arms} for what, arms in chosen.items()}
+    before = kept(asked.out / "before.answers.json", lambda: comparison.ask(Engine(asked.model, recipe="bf16")))
+    if asked.svg is not None:
+        asked.svg.write_text(drawn(curves), encoding="utf-8")
+    differences = {
+        what: {
+            peer_arm: {arm: apart(curve, found[peer_arm]) for arm, curve in found.items() if arm != peer_arm}
+            for peer_arm in ("TRL, FP32", "TRL, BF16")
+            if peer_arm in found
+        }
+        for what, found in curves.items()
+    }
+    print(
+        json.dumps(
+            {
+                "made": provenance(
+                    f"python benchmarks/supervised.py MODEL --peer PYTHON --out DIR --steps {asked.steps}"
+                ),
+                "job": {**comparison.job, "lr": RATES, "lora_rank": RANK},
+                "apart": differences,
+                "held_out_loss": {what: {arm: run["held_out"] for arm, run in f.items()} for what, f in runs.items()},
+                "before": before,
+                "after": answers,
+                "curves": curves,
+            },
+            indent=1,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
