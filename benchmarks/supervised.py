@@ -11,8 +11,8 @@ then an adapter of rank 8 at every projection, which begins with the same number
 loaded, or FP8 with the static scales of a calibration. TRL gets our tokens, because it would also learn the line feed
 that the template writes after an answer's end, which a server never asks for. Held-out sums are then asked of an
 engine, with the original model in BF16 and with every result: those in FP8 are served with the scales from training,
-uncalibrated. The comparison is of numbers, not of speed. DIR keeps every
-curve and every answer, so that a call that was interrupted continues from there. Prints JSON.
+uncalibrated. The comparison is of numbers, not of speed. DIR keeps every curve and every answer, so that a call that
+was interrupted continues from there. Prints JSON.
 """
 
 import argparse
@@ -224,12 +224,13 @@ def main() -> None:
         }
         for what, found in curves.items()
     }
+    command = f"python benchmarks/supervised.py MODEL --peer PYTHON --out DIR --steps {asked.steps}"
+    command += "".join(f" --train '{what}'" for what in asked.train or ())
+    command += "".join(f" --arm '{arm}'" for arm in asked.arm or ())
     print(
         json.dumps(
             {
-                "made": provenance(
-                    f"python benchmarks/supervised.py MODEL --peer PYTHON --out DIR --steps {asked.steps}"
-                ),
+                "made": provenance(command),
                 "job": {**comparison.job, "lr": RATES, "lora_rank": RANK},
                 "apart": differences,
                 "held_out_loss": {what: {arm: run["held_out"] for arm, run in f.items()} for what, f in runs.items()},
