@@ -68,14 +68,6 @@ void copy_rows(const uint16_t* from, int64_t stride, int64_t count, int64_t dim,
   }
 }
 
-struct TurnRows {
-  static FP8_INLINE void run(const uint16_t* x, int64_t rows, int64_t width, uint16_t* out) {
-    for (int64_t d = 0; d < width; ++d) {
-      for (int64_t r = 0; r < rows; ++r) out[d * rows + r] = x[r * width + d];
-    }
-  }
-};
-
 // [kTile][width] -> pairs of dimensions by query, and pairs of queries by dimension.
 struct PairUp {
   static FP8_INLINE void run(const uint16_t* x, int64_t width, uint32_t* columns, uint32_t* rows) {
@@ -195,7 +187,7 @@ class Head {
     const int64_t stride = in_.kv_heads * in_.dim, first = sequence_.first * stride + at;
     copy_rows(in_.k + first, stride, sequence_.length, in_.dim, rows, width, space_.k);
     copy_rows(in_.v + first, stride, sequence_.length, in_.dim, rows, width, space_.v);
-    dispatch<TurnRows>(space_.k, rows, width, space_.k_turned);
+    pairs::transpose(space_.k, rows, width, rows, space_.k_turned);
     std::fill_n(out_.k, rows * width, 0.0f);
     std::fill_n(out_.v, rows * width, 0.0f);
     *out_.sink = 0.0f;
@@ -223,7 +215,7 @@ class Head {
     store_queries(query);
   }
 
-  // 64 queries, or of as many as there are and zeros, of the head.
+  // 64 queries of the head; zeros behind the sequence's last one.
   void load(int64_t query, const uint16_t* from, uint16_t* rows, uint32_t* columns, uint32_t* row_pairs) {
     const int64_t stride = in_.heads * in_.dim, count = std::min(kTile, sequence_.length - query);
     copy_rows(from + (sequence_.first + query) * stride + head_ * in_.dim, stride, count, in_.dim, kTile,

@@ -33,6 +33,13 @@ FP8_INLINE void interleave(const uint16_t* even, const uint16_t* odd, int64_t co
   for (int64_t i = 0; i < count; ++i) out[i] = even[i] | static_cast<uint32_t>(odd[i]) << 16;
 }
 
+// x [rows][columns] of BF16 -> [columns], of which each begins `stride` elements after the one before.
+FP8_INLINE void transpose(const uint16_t* x, int64_t rows, int64_t columns, int64_t stride, uint16_t* out) {
+  for (int64_t c = 0; c < columns; ++c) {
+    for (int64_t r = 0; r < rows; ++r) out[c * stride + r] = x[r * columns + c];
+  }
+}
+
 inline constexpr std::array<Variant, 4> kVariants{{{"avx512bf16", kAvx512Bf16, Numerics::pairs_bf16},
                                                    {"avx512", kAvx512, Numerics::pairs_bf16},
                                                    {"avx2", kAvx2, Numerics::pairs_bf16},

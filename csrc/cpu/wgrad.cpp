@@ -20,13 +20,6 @@ constexpr int64_t kColumns = 64;  // of x, in a task
 constexpr int64_t kTokens = 256;  // put in pairs at a time
 constexpr int64_t kRows = 4;      // of a tile of pair_product.h
 
-// x [rows][columns] -> [columns][stride], zeros behind it.
-void transpose(const uint16_t* x, int64_t rows, int64_t columns, int64_t stride, uint16_t* out) {
-  for (int64_t c = 0; c < columns; ++c) {
-    for (int64_t r = 0; r < rows; ++r) out[c * stride + r] = x[r * columns + c];
-  }
-}
-
 // Tokens [first, first + count) of `columns` columns, padded with zeros to 64 columns and an even count.
 struct PairTokens {
   static FP8_INLINE void run(const uint16_t* x, int64_t stride, int64_t count, int64_t columns,
@@ -52,7 +45,7 @@ Tensor wgrad(const Tensor& dy_in, const Tensor& x_in) {
   thread_local Scratch turned_memory;
   auto* turned = turned_memory.get<uint16_t>(rows * stride);
   std::fill_n(turned, rows * stride, uint16_t{0});
-  transpose(data<const uint16_t>(dy), tokens, n.value(), stride, turned);
+  pairs::transpose(data<const uint16_t>(dy), tokens, n.value(), stride, turned);
 
   parallel_tasks((k.value() + kColumns - 1) / kColumns, [&](int64_t task) {
     thread_local Scratch pair_memory, sum_memory;
