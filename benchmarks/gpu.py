@@ -20,6 +20,7 @@ run is collected. It shows that nothing is missing and that no name is wrong. It
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -41,15 +42,16 @@ GROUPS = ("casts", "skinny", "attention", "gemm", "experts", "linear", "decode")
 Result = dict[str, Any]
 
 
-def run(command: list[Any], limit: float, **environment: str) -> Result:
-    """Runs a command in the repository; returns its status (124: it took too long), seconds and the end of its
-    output."""
+def run(command: list[Any], limit: float, keep: int = 2000, **environment: str) -> Result:
+    """Runs a command in the repository; returns its status (124: it took too long), seconds and the last `keep`
+    characters of its output. All of it is in build/gpu/log."""
     begin, words = time.monotonic(), [str(part) for part in command]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     print("$", *words, flush=True)
     try:
         process = subprocess.Popen(
             words, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace",
-            start_new_session=True, env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+            start_new_session=True, env={**os.environ, "PYTHONPATH": path, **environment},
         )  # fmt: skip
     except OSError as missing:
         return {"status": 127, "seconds": 0.0, "tail": str(missing)}
@@ -59,8 +61,15 @@ def run(command: list[Any], limit: float, **environment: str) -> Result:
         os.killpg(process.pid, signal.SIGKILL)  # with the compilers and test processes that it started
         output, status = process.communicate()[0], 124
     seconds = round(time.monotonic() - begin, 1)
-    print(f"{output[-2000:]}\n= {status} after {seconds} s: {' '.join(words)[:100]}", flush=True)
-    return {"status": status, "seconds": seconds, "tail": output[-2000:]}
+    log(f"$ {' '.join(words)}\n{output}\n= {status} after {seconds} s\n\n")
+    print(f"{output[-2000:] if status else ''}\n= {status} after {seconds} s: {' '.join(words)[:100]}", flush=True)
+    return {"status": status, "seconds": seconds, "tail": output[-keep:]}
+
+
+def log(text: str) -> None:
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with (BUILD / "log").open("a") as file:  # one write each: commands run at once
+        file.write(text)
 
 
 def together(parts: dict[str, Result]) -> Result:
@@ -147,28 +156,28 @@ PYTEST = [
 ]
 
 
-def test_files() -> list[Path]:
-    """The files in tests/ that have tests for a GPU."""
+def test_files() -> list[str]:
+    """The files in tests/ that have tests for a GPU, relative to the repository."""
     found = sorted(ROOT.glob("tests/**/test_*.py"))
-    return [path for path in found if path.parent.name == "cuda" or "mark.gpu" in path.read_text()]
+    marked = [path for path in found if path.parent.name == "cuda" or "mark.gpu" in path.read_text()]
+    return [str(path.relative_to(ROOT)) for path in marked]
 
 
-def collecting(options: argparse.Namespace) -> list[str]:
-    """The option that keeps pytest from running anything in a rehearsal."""
-    return ["--collect-only"] if options.dry_run else []
+def test_functions(collected: str) -> list[str]:
+    """The test functions that `pytest --collect-only -q` printed, each once, as file.py::name."""
+    return list(dict.fromkeys(re.findall(r"^(tests/\S+?::\w+)", collected, re.MULTILINE)))
 
 
 def test(options: argparse.Namespace) -> Result:
-    """Runs every file in its own process, four at a time."""
-
-    def one(path: Path) -> Result:
-        result = run([*PYTEST, *collecting(options), path.relative_to(ROOT)], LIMITS["test"])
-        return result | ({"status": 0} if result["status"] == 5 else {})  # 5: no test in this file is for a GPU
-
-    files = test_files()
-    begin = time.monotonic()
-    with ThreadPoolExecutor(4) as pool:
-        parts = dict(zip([path.stem for path in files], pool.map(one, files), strict=True))
+    """Runs every test function in its own process, twelve at a time: after one illegal access, CUDA answers every call
+    of the process with that error, and a kernel that hangs takes its process with it."""
+    collected = run([*PYTEST, "--collect-only", *test_files()], LIMITS["test"], keep=1 << 24)
+    if options.dry_run or collected["status"]:
+        return collected | {"tail": collected["tail"][-2000:]}
+    begin, functions = time.monotonic(), test_functions(collected["tail"])
+    with ThreadPoolExecutor(12) as pool:
+        results = pool.map(lambda name: run([*PYTEST, name], LIMITS["test"]), functions)
+        parts = dict(zip([name.removeprefix("tests/") for name in functions], results, strict=True))
     return together(parts) | {"seconds": round(time.monotonic() - begin, 1)}
 
 
@@ -181,9 +190,9 @@ SANITIZERS = {
 
 def sanitize(options: argparse.Namespace) -> Result:
     """Runs every tool of SANITIZERS on the small inputs of every op."""
-    tool, over = shutil.which("compute-sanitizer"), [*PYTEST, *collecting(options), "tests/cuda", "-k", "test_cases"]
+    tool, over = shutil.which("compute-sanitizer"), [*PYTEST, "tests/cuda", "-k", "test_cases"]
     if options.dry_run:
-        return run(over, LIMITS["sanitize"])
+        return run([*over, "--collect-only"], LIMITS["sanitize"])
     if tool is None:
         return {"status": None, "seconds": 0, "tail": "compute-sanitizer was not found"}
     flags = ["--error-exitcode", "9", "--target-processes", "all"]

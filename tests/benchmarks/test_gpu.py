@@ -88,8 +88,8 @@ ABSENT = """
 import sys
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"fastapi", "starlette", "pydantic", "uvicorn", "safetensors", "tokenizers",
-            "transformers", "jinja2", "typer", "rich", "hypothesis", "httpx", "yaml", "llguidance"}:
+        if name.partition(".")[0] in {"fastapi", "starlette", "pydantic", "annotated_types", "uvicorn", "safetensors",
+            "tokenizers", "transformers", "jinja2", "typer", "rich", "hypothesis", "httpx", "yaml", "llguidance"}:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Absent())
 sys.argv = ["pytest", *sys.argv[1:]]
@@ -109,9 +109,15 @@ def test_gpu_tests_are_collected_with_nothing_but_torch_and_pytest() -> None:
 
 
 def test_files_with_tests_for_a_gpu() -> None:
-    names = {path.name for path in gpu.test_files()}
+    names = {Path(path).name for path in gpu.test_files()}
     assert {"test_gemm.py", "test_quantize.py", "test_attention.py", "test_vectors.py"} <= names
     assert "test_recipe.py" not in names
+
+
+def test_every_function_is_its_own_process() -> None:
+    printed = "tests/cuda/test_a.py::test_one[cuda-1]\ntests/cuda/test_a.py::test_one[cuda-a::b]\n"
+    printed += "tests/cuda/test_b.py::test_two\n\n3/9 tests collected (6 deselected) in 0.5s\n"
+    assert gpu.test_functions(printed) == ["tests/cuda/test_a.py::test_one", "tests/cuda/test_b.py::test_two"]
 
 
 def test_an_unknown_part_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
