@@ -25,7 +25,7 @@ class TileChoice(NamedTuple):
 
 
 class TileEntry(NamedTuple):
-    inside: bool
+    scales: str
     m: int
     n: int
     k: int
@@ -77,8 +77,9 @@ SHAPES = [
     )
 ]
 SWIZZLES = (1, 2, 4, 8)
+SCALES = ("tensor", "row", "block")  # as in csrc/cuda/tile_choice.h
 THIN_ROWS = 128  # the most that a thin tile's kernel takes, of activations
-Measure = Callable[[bool, int, int, int, TileChoice], float]  # seconds; raises RuntimeError if the kernel refuses
+Measure = Callable[[str, int, int, int, TileChoice], float]  # seconds; raises RuntimeError if the kernel refuses
 
 
 def sixteenths(value: int) -> int:
@@ -87,16 +88,20 @@ def sixteenths(value: int) -> int:
     return 16 * octave + (value * 16 >> octave) - 16
 
 
-def chosen(entries: list[TileEntry], inside: bool, m: int, n: int, k: int) -> TileChoice:
-    """The choice that the kernels will look up: that of the nearest entry, the first among equally near ones."""
+def chosen(entries: list[TileEntry], scales: str, m: int, n: int, k: int) -> TileChoice:
+    """The choice that the kernels will look up: that of the nearest entry, the first among equally near ones.
+
+    Without entries for scales by row, that of one scale a tensor.
+    """
 
     def distance(entry: TileEntry) -> int:
         apart = [abs(sixteenths(a) - sixteenths(b)) for a, b in ((m, entry.m), (n, entry.n), (k, entry.k))]
         return 2 * apart[0] + 2 * apart[1] + apart[2]
 
-    return min(
-        (e for e in entries if e.inside == inside), key=distance, default=TileEntry(inside, 1, 1, 1, DEFAULT)
-    ).choice
+    of_kind = [e for e in entries if e.scales == scales]
+    if not of_kind and scales == "row":
+        return chosen(entries, "tensor", m, n, k)
+    return min(of_kind, key=distance, default=TileEntry(scales, 1, 1, 1, DEFAULT)).choice
 
 
 DEFAULT = TileChoice("large", 1)
@@ -106,7 +111,7 @@ BLAS = TileChoice("cublaslt", 1)
 def predicted(chip: Chip) -> Measure:
     """A time, in products of one multiprocessor, for every tile that was compiled."""
 
-    def cost(inside: bool, m: int, n: int, k: int, choice: TileChoice) -> float:
+    def cost(scales: str, m: int, n: int, k: int, choice: TileChoice) -> float:
         if choice == BLAS:
             raise RuntimeError("nobody knows cuBLASLt's tiles")
         if is_thin(choice.tile) and m > THIN_ROWS:
@@ -118,25 +123,25 @@ def predicted(chip: Chip) -> Measure:
     return cost
 
 
-def candidates(chip: Chip, inside: bool) -> list[TileChoice]:
+def candidates(chip: Chip, scales: str) -> list[TileChoice]:
     """Our tiles, and cuBLASLt, which does not take block scales."""
-    tiles = chip.inside if inside else chip.tiles
+    tiles = chip.inside if scales == "block" else chip.tiles
     ours = [TileChoice(tile, swizzle) for tile, swizzle in product(tiles, SWIZZLES)]
-    return ours if inside else [*ours, BLAS]
+    return ours if scales == "block" else [*ours, BLAS]
 
 
-def fastest(chip: Chip, measure: Measure, inside: bool, m: int, n: int, k: int) -> TileEntry:
+def fastest(chip: Chip, measure: Measure, scales: str, m: int, n: int, k: int) -> TileEntry:
     """Raises RuntimeError if no tile answers."""
     times: dict[TileChoice, float] = {}
     refusal = "no tile"
-    for choice in candidates(chip, inside):
+    for choice in candidates(chip, scales):
         try:
-            times[choice] = measure(inside, m, n, k, choice)
+            times[choice] = measure(scales, m, n, k, choice)
         except RuntimeError as refused:
             refusal = str(refused)
     if not times:
         raise RuntimeError(f"No tile multiplies {m}x{n}x{k}: {refusal}")
-    return TileEntry(inside, m, n, k, min(times, key=lambda choice: times[choice]))
+    return TileEntry(scales, m, n, k, min(times, key=lambda choice: times[choice]))
 
 
 def thinned(entries: list[TileEntry]) -> list[TileEntry]:
@@ -149,16 +154,21 @@ def thinned(entries: list[TileEntry]) -> list[TileEntry]:
     return kept
 
 
-def table(chip: Chip, measure: Measure) -> list[TileEntry]:
-    entries = [fastest(chip, measure, inside, *shape) for inside in (False, True) for shape in SHAPES]
+def table(chip: Chip, measure: Measure, kinds: tuple[str, ...] = SCALES) -> list[TileEntry]:
+    entries = [fastest(chip, measure, scales, *shape) for scales in kinds for shape in SHAPES]
     return thinned(entries)
+
+
+def predicted_table(chip: Chip) -> list[TileEntry]:
+    """Scales by row change no prediction: their lines are left out."""
+    return table(chip, predicted(chip), ("tensor", "block"))
 
 
 def lines(number: int, entries: list[TileEntry], origin: str) -> list[str]:
     """The lines of one chip, as they stand in the header."""
     found = [f"    // sm_{number}: {origin}\n"]
-    for inside, m, n, k, (tile, swizzle) in entries:
-        found.append(f"    {{{number}, {str(inside).lower()}, {m}, {n}, {k}, {{Tile::{tile}, {swizzle}}}}},\n")
+    for scales, m, n, k, (tile, swizzle) in entries:
+        found.append(f"    {{{number}, Scales::{scales}, {m}, {n}, {k}, {{Tile::{tile}, {swizzle}}}}},\n")
     return found
 
 
@@ -167,11 +177,11 @@ def parsed(text: str) -> dict[int, tuple[str, list[TileEntry]]]:
     found: dict[int, tuple[str, list[TileEntry]]] = {}
     for chip, origin in re.findall(r"// sm_(\d+): (.*)", text):
         found[int(chip)] = (origin, [])
-    for chip, inside, *shape, tile, swizzle in re.findall(
-        r"\{(\d+), (true|false), (\d+), (\d+), (\d+), \{Tile::(\w+), (\d+)\}\}", text
+    for chip, scales, *shape, tile, swizzle in re.findall(
+        r"\{(\d+), Scales::(\w+), (\d+), (\d+), (\d+), \{Tile::(\w+), (\d+)\}\}", text
     ):
         m, n, k = map(int, shape)
-        found[int(chip)][1].append(TileEntry(inside == "true", m, n, k, TileChoice(tile, int(swizzle))))
+        found[int(chip)][1].append(TileEntry(scales, m, n, k, TileChoice(tile, int(swizzle))))
     return found
 
 
@@ -185,7 +195,7 @@ def rewritten(text: str, tables: dict[int, tuple[str, list[TileEntry]]]) -> str:
 def main() -> None:
     text = HEADER.read_text()
     known = {chip: found for chip, found in parsed(text).items() if not found[0].startswith("predicted")}
-    guesses = {n: ("predicted by waves, not measured", table(chip, predicted(chip))) for n, chip in CHIPS.items()}
+    guesses = {n: ("predicted by waves, not measured", predicted_table(chip)) for n, chip in CHIPS.items()}
     HEADER.write_text(rewritten(text, guesses | known))
 
 

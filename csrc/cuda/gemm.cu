@@ -59,7 +59,9 @@ bool is_on(Tile tile) { return gemm_switches.on(static_cast<GemmKernel>(1 + stat
 static_assert(kGemmKernels[1 + static_cast<int>(Tile::thin32)] == "thin32");
 
 TileChoice looked_up(const Gemm& g, const OnDevice& device) {
-  return tile_for(family_of(device.capability()), g.a_scale.inside() || g.b_scale.inside(), g.m, g.n, g.k);
+  const bool inside = g.a_scale.inside() || g.b_scale.inside(), one = g.a_scale.one() && g.b_scale.one();
+  const Scales scales = inside ? Scales::block : one ? Scales::tensor : Scales::row;
+  return tile_for(family_of(device.capability()), scales, g.m, g.n, g.k);
 }
 
 // The tile of the table, or another that was compiled for these types.

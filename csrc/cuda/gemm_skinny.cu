@@ -2,14 +2,14 @@
 //
 // The weights are the 16-row operand of mma.m16n8k32 and the activations its 8-column one, so 8 rows of
 // activations cost as much as 1. Nothing is staged: the order of K inside an mma is free as long as both
-// operands agree, so a lane takes 16 neighbouring bytes of its weight row straight into the registers of two
-// mma's (with the same 16 bytes of its activation row, from the first-level cache), four such loads ahead of
-// their use. 8 warps of a block share 16 weight rows and take every eighth block of 128 of K each. A matrix
-// with few rows has two such teams of warps a block, so that a multiprocessor has as much to read, and K is
-// split between them. The sums are added in a fixed order which depends on the weight's shape and the chip
-// alone: a row's result is the same, bit for bit, whatever rows are computed with it. Scales, bias and
-// residual follow in the same launch. Activations in BF16 can be cast as they are loaded, by every block
-// anew, which is less work than a launch; the first block counts them.
+// operands agree, so a lane takes 16 neighbouring bytes of its weight row as the operands of two mma's, with
+// the same 16 bytes of its activation row. It asks for them two blocks of K ahead. 8 warps of a block share
+// 16 weight rows and take every eighth block of 128 of K each. A matrix with few rows has two such teams of
+// warps a block, so that a multiprocessor has as much to read, and K is split between them. The sums are
+// added in a fixed order which depends on the weight's shape and the chip alone: a row's result is the same,
+// bit for bit, whatever rows are computed with it. Scales, bias and residual follow in the same launch.
+// Activations in BF16 can be cast as they are loaded, by every block anew, which is less work than a launch;
+// the first block counts them.
 //
 // Of experts, a block takes up to 16 rows of one; it is the block of their first row.
 #include "cuda/gemm_grouped.h"
@@ -24,25 +24,6 @@ constexpr int kThreads = 32 * kWarps, kMostTeams = 2;
 static_assert(kWarps == kWarpsThatTell);  // those of the first team
 constexpr int kGroupsOfExpert = 2, kRowsOfExpert = 8 * kGroupsOfExpert;
 
-__device__ __forceinline__ uint4 sixteen(const uint8_t* bytes, bool valid) {
-  return valid ? load_once(reinterpret_cast<const uint4*>(bytes)) : uint4{0, 0, 0, 0};
-}
-
-struct Weights {
-  uint4 low[2], high[2];  // 64-byte halves of rows g and g + 8
-};
-
-__device__ __forceinline__ Weights load_weights(const Gemm& g, int row, int at) {
-  Weights w;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int k = at + half * 64;
-    w.low[half] = sixteen(g.b + static_cast<int64_t>(min(row, g.n - 1)) * g.k + k, k < g.k);
-    w.high[half] = sixteen(g.b + static_cast<int64_t>(min(row + 8, g.n - 1)) * g.k + k, k < g.k);
-  }
-  return w;
-}
-
 // Asks for the block's first weights, a line a thread, before it is known whether the activations are there.
 __device__ __forceinline__ void expect_weights(const Gemm& g) {
   const int line = static_cast<int>(threadIdx.x), row = static_cast<int>(blockIdx.x) * kRows + line % kRows;
@@ -52,20 +33,26 @@ __device__ __forceinline__ void expect_weights(const Gemm& g) {
 
 // Activations as they lie: sixteen bytes of a token's row.
 struct AsTheyAre {
-  __device__ __forceinline__ uint4 sixteen(const Gemm& g, int token, int at) {
-    return *reinterpret_cast<const uint4*>(g.a + static_cast<int64_t>(token) * g.k + at);
+  static constexpr int kPieces = 1,
+                       kMostAhead = 2;  // 16 bytes for 16 values; groups of tokens asked for ahead
+  __device__ __forceinline__ const void* piece(const Gemm& g, int token, int at, int) const {
+    return g.a + static_cast<int64_t>(token) * g.k + at;
   }
+  __device__ __forceinline__ uint4 values(const uint4 (&raw)[1], int) { return raw[0]; }
   __device__ __forceinline__ void tell() const {}
 };
 
 // Activations that are cast here.
 class Casting {
  public:
+  static constexpr int kPieces = 2, kMostAhead = 1;
   __device__ Casting(const Gemm& g, const ToCast& from)
       : from_(from), scale_(*from.scale), counted_(from.out.counted_rows(g.m)) {}
-  __device__ __forceinline__ uint4 sixteen(const Gemm& g, int token, int at) {
-    const BF16* row = from_.x + static_cast<int64_t>(token) * g.k;
-    const Chunk low = load_chunk<true>(row, at, g.k), high = load_chunk<true>(row, at + kChunk, g.k);
+  __device__ __forceinline__ const void* piece(const Gemm& g, int token, int at, int which) const {
+    return from_.x + static_cast<int64_t>(token) * g.k + at + which * kChunk;
+  }
+  __device__ __forceinline__ uint4 values(const uint4 (&raw)[2], int token) {
+    const Chunk low = unpack(Raw<BF16>{{raw[0]}}), high = unpack(Raw<BF16>{{raw[1]}});
     if (blockIdx.x == 0) count(low, high, token < counted_);
     const uint2 first = encode_chunk<E4M3>(low, scale_), second = encode_chunk<E4M3>(high, scale_);
     return {first.x, first.y, second.x, second.y};
@@ -92,15 +79,93 @@ class Casting {
   unsigned found_ = 0;
 };
 
-// 16 weight rows x 8 tokens over 128 of K.
-template <Element kElement, class From>
-__device__ __forceinline__ void multiply(float (&part)[4], const Weights& w, const Gemm& g, From& from,
-                                         int token, int at) {
+// What a lane needs of a block of K, asked for kAhead blocks before it is used: copies to shared memory go on
+// while others are multiplied, and need no registers. A thread reads only what its own copies have brought,
+// so it waits for no other. Of many tokens the activations are read when they are used, from the caches.
+template <int kGroups, class From>
+class Asked {
+ public:
+  static constexpr int kAhead = 2;
+  static constexpr bool kActivations = kGroups <= From::kMostAhead;
+  static constexpr int kHalves = 2;             // of a block of K, each 64 bytes of a row: 16 of a lane
+  static constexpr int kWeights = 2 * kHalves;  // pieces of 16 bytes, of rows g and g + 8
+  static constexpr int kPieces = kWeights + (kActivations ? kGroups * kHalves * From::kPieces : 0);
+  static constexpr int kBytes = 16 * kAhead * kPieces;  // of a thread
+
+  __device__ Asked(const Gemm& g, int row, int column) : g_(g), row_(row), column_(column) {}
+
+  // Asks for a block of K; beyond the last for nothing.
+  __device__ __forceinline__ void ask(const From& from, int block, int blocks) {
+    if (block < blocks) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const bool valid = token < g.m && at + half * 64 < g.k;
-    const uint4 x = valid ? from.sixteen(g, token, at + half * 64) : uint4{0, 0, 0, 0};
-    const uint4 low = w.low[half], high = w.high[half];
+      for (int half = 0; half < kHalves; ++half) {
+        const int at = block * kScaleBlock + half * 64 + column_;
+#pragma unroll
+        for (int eight = 0; eight < 2; ++eight) {
+          const int row = min(row_ + 8 * eight, g_.n - 1);
+          copy_async(slot(2 * half + eight), g_.b + static_cast<int64_t>(row) * g_.k + at, at < g_.k);
+        }
+        if constexpr (kActivations) ask_activations(from, half, at);
+      }
+    }
+    copy_commit();
+    turn_ ^= 1;
+  }
+  // Waits for the block that was asked for first.
+  __device__ __forceinline__ void wait() { copy_wait<kAhead - 1>(); }
+
+  __device__ __forceinline__ uint4 weights(int half, int eight) const { return read(2 * half + eight); }
+  __device__ __forceinline__ uint4 activations(From& from, int group, int half, int at) const {
+    const int token = of(group);
+    uint4 raw[From::kPieces] = {};
+#pragma unroll
+    for (int p = 0; p < From::kPieces; ++p) {
+      if constexpr (kActivations) {
+        raw[p] = read(activation(group, half, p));
+      } else if (token < g_.m && at < g_.k) {
+        raw[p] = *static_cast<const uint4*>(from.piece(g_, token, at, p));
+      }
+    }
+    return from.values(raw, token);
+  }
+
+ private:
+  __device__ __forceinline__ void ask_activations(const From& from, int half, int at) {
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      const bool valid = of(group) < g_.m && at < g_.k;
+#pragma unroll
+      for (int p = 0; p < From::kPieces; ++p) {
+        copy_async(slot(activation(group, half, p)), valid ? from.piece(g_, of(group), at, p) : g_.a, valid);
+      }
+    }
+  }
+  static __device__ __forceinline__ int of(int group) {
+    return group * 8 + static_cast<int>(threadIdx.x) % 32 / 4;
+  }
+  static __device__ __forceinline__ int activation(int group, int half, int p) {
+    return kWeights + (group * kHalves + half) * From::kPieces + p;
+  }
+  __device__ __forceinline__ unsigned char* slot(int piece) const {
+    return dynamic_shared() + ((turn_ * kPieces + piece) * blockDim.x + threadIdx.x) * 16;
+  }
+  __device__ __forceinline__ uint4 read(int piece) const {
+    return *reinterpret_cast<const uint4*>(slot(piece));
+  }
+
+  const Gemm& g_;
+  int row_, column_;
+  int turn_ = 0;  // where the next block asked for will lie, and where the first one lies that was
+};
+
+// 16 weight rows x 8 tokens over 128 of K.
+template <Element kElement, class Pieces, class From>
+__device__ __forceinline__ void multiply(float (&part)[4], const Pieces& asked, From& from, int group,
+                                         int at) {
+#pragma unroll
+  for (int half = 0; half < Pieces::kHalves; ++half) {
+    const uint4 x = asked.activations(from, group, half, at + half * 64);
+    const uint4 low = asked.weights(half, 0), high = asked.weights(half, 1);
     multiply_add<kElement, kElement>(part, {low.x, high.x, low.y, high.y}, {x.x, x.y});
     multiply_add<kElement, kElement>(part, {low.z, high.z, low.w, high.w}, {x.z, x.w});
   }
@@ -164,13 +229,13 @@ __device__ __forceinline__ void compute(const Gemm& g, From from) {
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int n0 = static_cast<int>(blockIdx.x) * kRows, row = n0 + lane / 4, piece = lane % 4 * 16;
   const int blocks = (g.k + kScaleBlock - 1) / kScaleBlock, stride = static_cast<int>(blockDim.x) / 32;
+  using Pieces = Asked<kGroups, From>;
+  Pieces asked(g, row, piece);
+#pragma unroll
+  for (int i = 0; i < Pieces::kAhead; ++i) asked.ask(from, warp + i * stride, blocks);
   float total[kGroups][4] = {};
-  int block = warp;
-  Weights next = load_weights(g, row, block * kScaleBlock + piece);
-  for (; block < blocks; block += stride) {
-    const Weights w = next;
-    const int at = block * kScaleBlock + piece;
-    next = load_weights(g, row, at + stride * kScaleBlock);
+  for (int block = warp; block < blocks; block += stride) {
+    asked.wait();
     float by_row[2] = {1.0f, 1.0f};
     if constexpr (kInside) {
       by_row[0] = g.b_scale.inner(row, g.n, block);
@@ -178,15 +243,15 @@ __device__ __forceinline__ void compute(const Gemm& g, From from) {
     }
 #pragma unroll
     for (int j = 0; j < kGroups; ++j) {
-      const int token = j * 8 + lane / 4;
       float part[4] = {};
-      multiply<kElement>(part, w, g, from, token, at);
+      multiply<kElement>(part, asked, from, j, block * kScaleBlock + piece);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int of = j * 8 + lane % 4 * 2 + e % 2;
         total[j][e] += kInside ? part[e] * (by_row[e / 2] * g.a_scale.inner(of, g.m, block)) : part[e];
       }
     }
+    asked.ask(from, block + Pieces::kAhead * stride, blocks);
   }
   from.tell();
   Mine<kGroups> mine = {};
@@ -231,48 +296,71 @@ __global__ void __launch_bounds__(kMostTeams* kThreads) grouped_stream(const __g
   compute<Element::e4m3, kGroupsOfExpert, kInside>(g, AsTheyAre());
 }
 
+// A kernel, and the shared memory that a thread of it needs.
+template <class Kernel>
+struct Launched {
+  Kernel* kernel;
+  int bytes;
+};
+
 template <Element kElement, bool kInside>
 auto kernel_for(int m) {
-  if (m <= 8) return gemm_stream<kElement, 1, kInside>;
-  if (m <= 16) return gemm_stream<kElement, 2, kInside>;
-  return m <= 32 ? gemm_stream<kElement, 4, kInside> : gemm_stream<kElement, 8, kInside>;
+  using Kernel = Launched<void(Gemm)>;
+  if (m <= 8) return Kernel{gemm_stream<kElement, 1, kInside>, Asked<1, AsTheyAre>::kBytes};
+  if (m <= 16) return Kernel{gemm_stream<kElement, 2, kInside>, Asked<2, AsTheyAre>::kBytes};
+  if (m <= 32) return Kernel{gemm_stream<kElement, 4, kInside>, Asked<4, AsTheyAre>::kBytes};
+  return Kernel{gemm_stream<kElement, 8, kInside>, Asked<8, AsTheyAre>::kBytes};
 }
 
-// Threads of a block: two teams where there are fewer than three blocks a multiprocessor and K is long enough
-// for both.
+auto casting_kernel_for(int m) {
+  using Kernel = Launched<void(Gemm, ToCast)>;
+  if (m <= 8) return Kernel{gemm_stream_casting<1>, Asked<1, Casting>::kBytes};
+  if (m <= 16) return Kernel{gemm_stream_casting<2>, Asked<2, Casting>::kBytes};
+  if (m <= 32) return Kernel{gemm_stream_casting<4>, Asked<4, Casting>::kBytes};
+  return Kernel{gemm_stream_casting<8>, Asked<8, Casting>::kBytes};
+}
+
+// Threads of a block: two teams where there are fewer than three blocks a multiprocessor, K is long enough
+// for both, and the chip has the shared memory (not Ada and sm_120). The number of tokens does not matter: it
+// must not change the order of a sum.
 int threads_for(const Gemm& g, const OnDevice& device) {
   const int64_t blocks = ceil_over(g.n, kRows), steps = ceil_over(ceil_over(g.k, kScaleBlock), kWarps);
-  return steps > 1 && blocks < 3 * device.multiprocessors() ? kMostTeams * kThreads : kThreads;
+  constexpr int kMost = kMostTeams * kThreads * Asked<2, AsTheyAre>::kBytes + int{sizeof(Sums<2>)};
+  const bool both = steps > 1 && blocks < 3 * device.multiprocessors() && device.shared_bytes() >= kMost;
+  return both ? kMostTeams * kThreads : kThreads;
 }
 
 unsigned blocks_for(const Gemm& g) { return static_cast<unsigned>(ceil_over(g.n, kRows)); }
+
+template <class Kernel, class... A>
+void launch_stream(const Launched<Kernel>& of, const Gemm& g, dim3 grid, const OnDevice& device,
+                   const A&... args) {
+  const int threads = threads_for(g, device);
+  launch_early(of.kernel, grid, threads, threads * of.bytes, device.stream(), args...);
+}
 
 }  // namespace
 
 void gemm_skinny(const Gemm& g, const OnDevice& device) {
   const bool inside = g.a_scale.inside() || g.b_scale.inside();
-  launch_early(inside ? kernel_for<Element::e4m3, true>(g.m) : kernel_for<Element::e4m3, false>(g.m),
-               blocks_for(g), threads_for(g, device), 0, device.stream(), g);
+  launch_stream(inside ? kernel_for<Element::e4m3, true>(g.m) : kernel_for<Element::e4m3, false>(g.m), g,
+                blocks_for(g), device, g);
 }
 
 void gemm_skinny_casting(const Gemm& g, const ToCast& from, const OnDevice& device) {
-  const auto kernel = g.m <= 8    ? gemm_stream_casting<1>
-                      : g.m <= 16 ? gemm_stream_casting<2>
-                      : g.m <= 32 ? gemm_stream_casting<4>
-                                  : gemm_stream_casting<8>;
-  launch_early(kernel, blocks_for(g), threads_for(g, device), 0, device.stream(), g, from);
+  launch_stream(casting_kernel_for(g.m), g, blocks_for(g), device, g, from);
 }
 
 void grouped_skinny(const Grouped& g, const OnDevice& device) {
   const bool inside = g.all.a_scale.inside() || g.all.b_scale.inside();
-  launch_early(inside ? grouped_stream<true> : grouped_stream<false>,
-               dim3(blocks_for(g.all), static_cast<unsigned>(g.total)), threads_for(g.all, device), 0,
-               device.stream(), g);
+  using Kernel = Launched<void(Grouped)>;
+  const Kernel kernel{inside ? grouped_stream<true> : grouped_stream<false>,
+                      Asked<kGroupsOfExpert, AsTheyAre>::kBytes};
+  launch_stream(kernel, g.all, dim3(blocks_for(g.all), static_cast<unsigned>(g.total)), device, g);
 }
 
 void gemm_skinny_bf16(const Gemm& g, const OnDevice& device) {
-  launch_early(kernel_for<Element::bf16, false>(g.m), blocks_for(g), threads_for(g, device), 0,
-               device.stream(), g);
+  launch_stream(kernel_for<Element::bf16, false>(g.m), g, blocks_for(g), device, g);
 }
 
 }  // namespace fp8serve

@@ -10,8 +10,8 @@
 namespace fp8serve {
 
 struct TileEntry {
-  int chip;     // 90, 100, 120
-  bool inside;  // block scales
+  int chip;  // 90, 100, 120
+  Scales scales;
   int m, n, k;
   TileChoice choice;
 };
@@ -19,73 +19,73 @@ struct TileEntry {
 inline constexpr TileEntry kTileTable[] = {
     // begin of the table
     // sm_90: predicted by waves, not measured
-    {90, false, 32, 28672, 4096, {Tile::thin32, 1}},
-    {90, false, 32, 4096, 14336, {Tile::thin32, 1}},
-    {90, false, 32, 8192, 8192, {Tile::thin32, 1}},
-    {90, false, 64, 28672, 4096, {Tile::small, 1}},
-    {90, false, 64, 4096, 14336, {Tile::thin64, 1}},
-    {90, false, 64, 8192, 8192, {Tile::thin64, 1}},
-    {90, false, 128, 28672, 4096, {Tile::thin128, 1}},
-    {90, false, 128, 4096, 14336, {Tile::thin128, 1}},
-    {90, false, 128, 8192, 8192, {Tile::thin128, 1}},
-    {90, false, 256, 4096, 4096, {Tile::small, 1}},
-    {90, false, 256, 6144, 4096, {Tile::medium, 1}},
-    {90, false, 256, 28672, 4096, {Tile::medium, 1}},
-    {90, false, 256, 8192, 8192, {Tile::medium, 1}},
-    {90, false, 1024, 4096, 4096, {Tile::medium, 1}},
-    {90, false, 1024, 6144, 4096, {Tile::large, 1}},
-    {90, false, 1024, 28672, 4096, {Tile::large, 4}},
-    {90, false, 1024, 8192, 8192, {Tile::medium, 1}},
-    {90, false, 4096, 4096, 4096, {Tile::medium, 4}},
-    {90, false, 4096, 6144, 4096, {Tile::large, 4}},
-    {90, false, 8192, 4096, 14336, {Tile::large, 4}},
-    {90, true, 64, 28672, 4096, {Tile::small, 1}},
-    {90, true, 128, 28672, 4096, {Tile::medium, 1}},
-    {90, true, 128, 8192, 8192, {Tile::small, 1}},
-    {90, true, 256, 4096, 4096, {Tile::small, 1}},
-    {90, true, 256, 6144, 4096, {Tile::medium, 1}},
-    {90, true, 256, 8192, 8192, {Tile::medium, 1}},
-    {90, true, 1024, 8192, 8192, {Tile::medium, 1}},
-    {90, true, 4096, 28672, 4096, {Tile::medium, 4}},
-    {90, true, 8192, 8192, 8192, {Tile::medium, 4}},
+    {90, Scales::tensor, 32, 28672, 4096, {Tile::thin32, 1}},
+    {90, Scales::tensor, 32, 4096, 14336, {Tile::thin32, 1}},
+    {90, Scales::tensor, 32, 8192, 8192, {Tile::thin32, 1}},
+    {90, Scales::tensor, 64, 28672, 4096, {Tile::small, 1}},
+    {90, Scales::tensor, 64, 4096, 14336, {Tile::thin64, 1}},
+    {90, Scales::tensor, 64, 8192, 8192, {Tile::thin64, 1}},
+    {90, Scales::tensor, 128, 28672, 4096, {Tile::thin128, 1}},
+    {90, Scales::tensor, 128, 4096, 14336, {Tile::thin128, 1}},
+    {90, Scales::tensor, 128, 8192, 8192, {Tile::thin128, 1}},
+    {90, Scales::tensor, 256, 4096, 4096, {Tile::small, 1}},
+    {90, Scales::tensor, 256, 6144, 4096, {Tile::medium, 1}},
+    {90, Scales::tensor, 256, 28672, 4096, {Tile::medium, 1}},
+    {90, Scales::tensor, 256, 8192, 8192, {Tile::medium, 1}},
+    {90, Scales::tensor, 1024, 4096, 4096, {Tile::medium, 1}},
+    {90, Scales::tensor, 1024, 6144, 4096, {Tile::large, 1}},
+    {90, Scales::tensor, 1024, 28672, 4096, {Tile::large, 4}},
+    {90, Scales::tensor, 1024, 8192, 8192, {Tile::medium, 1}},
+    {90, Scales::tensor, 4096, 4096, 4096, {Tile::medium, 4}},
+    {90, Scales::tensor, 4096, 6144, 4096, {Tile::large, 4}},
+    {90, Scales::tensor, 8192, 4096, 14336, {Tile::large, 4}},
+    {90, Scales::block, 64, 28672, 4096, {Tile::small, 1}},
+    {90, Scales::block, 128, 28672, 4096, {Tile::medium, 1}},
+    {90, Scales::block, 128, 8192, 8192, {Tile::small, 1}},
+    {90, Scales::block, 256, 4096, 4096, {Tile::small, 1}},
+    {90, Scales::block, 256, 6144, 4096, {Tile::medium, 1}},
+    {90, Scales::block, 256, 8192, 8192, {Tile::medium, 1}},
+    {90, Scales::block, 1024, 8192, 8192, {Tile::medium, 1}},
+    {90, Scales::block, 4096, 28672, 4096, {Tile::medium, 4}},
+    {90, Scales::block, 8192, 8192, 8192, {Tile::medium, 4}},
     // sm_100: predicted by waves, not measured
-    {100, false, 128, 28672, 4096, {Tile::small, 1}},
-    {100, false, 256, 28672, 4096, {Tile::large, 1}},
-    {100, false, 256, 8192, 8192, {Tile::small, 1}},
-    {100, false, 1024, 4096, 4096, {Tile::large, 1}},
-    {100, false, 1024, 6144, 4096, {Tile::small, 1}},
-    {100, false, 1024, 28672, 4096, {Tile::large, 4}},
-    {100, false, 1024, 8192, 8192, {Tile::large, 1}},
-    {100, false, 4096, 4096, 4096, {Tile::large, 1}},
-    {100, false, 4096, 6144, 4096, {Tile::large, 4}},
-    {100, false, 8192, 4096, 14336, {Tile::large, 4}},
-    {100, true, 128, 28672, 4096, {Tile::small, 1}},
-    {100, true, 256, 28672, 4096, {Tile::large, 1}},
-    {100, true, 256, 8192, 8192, {Tile::small, 1}},
-    {100, true, 1024, 4096, 4096, {Tile::large, 1}},
-    {100, true, 1024, 6144, 4096, {Tile::small, 1}},
-    {100, true, 1024, 28672, 4096, {Tile::large, 4}},
-    {100, true, 1024, 8192, 8192, {Tile::large, 1}},
-    {100, true, 4096, 4096, 4096, {Tile::large, 1}},
-    {100, true, 4096, 6144, 4096, {Tile::large, 4}},
-    {100, true, 8192, 4096, 14336, {Tile::large, 4}},
+    {100, Scales::tensor, 128, 28672, 4096, {Tile::small, 1}},
+    {100, Scales::tensor, 256, 28672, 4096, {Tile::large, 1}},
+    {100, Scales::tensor, 256, 8192, 8192, {Tile::small, 1}},
+    {100, Scales::tensor, 1024, 4096, 4096, {Tile::large, 1}},
+    {100, Scales::tensor, 1024, 6144, 4096, {Tile::small, 1}},
+    {100, Scales::tensor, 1024, 28672, 4096, {Tile::large, 4}},
+    {100, Scales::tensor, 1024, 8192, 8192, {Tile::large, 1}},
+    {100, Scales::tensor, 4096, 4096, 4096, {Tile::large, 1}},
+    {100, Scales::tensor, 4096, 6144, 4096, {Tile::large, 4}},
+    {100, Scales::tensor, 8192, 4096, 14336, {Tile::large, 4}},
+    {100, Scales::block, 128, 28672, 4096, {Tile::small, 1}},
+    {100, Scales::block, 256, 28672, 4096, {Tile::large, 1}},
+    {100, Scales::block, 256, 8192, 8192, {Tile::small, 1}},
+    {100, Scales::block, 1024, 4096, 4096, {Tile::large, 1}},
+    {100, Scales::block, 1024, 6144, 4096, {Tile::small, 1}},
+    {100, Scales::block, 1024, 28672, 4096, {Tile::large, 4}},
+    {100, Scales::block, 1024, 8192, 8192, {Tile::large, 1}},
+    {100, Scales::block, 4096, 4096, 4096, {Tile::large, 1}},
+    {100, Scales::block, 4096, 6144, 4096, {Tile::large, 4}},
+    {100, Scales::block, 8192, 4096, 14336, {Tile::large, 4}},
     // sm_120: predicted by waves, not measured
-    {120, false, 128, 28672, 4096, {Tile::small, 1}},
-    {120, false, 128, 8192, 8192, {Tile::small, 1}},
-    {120, false, 256, 4096, 4096, {Tile::small, 1}},
-    {120, false, 256, 6144, 4096, {Tile::large, 1}},
-    {120, false, 256, 28672, 4096, {Tile::small, 4}},
-    {120, false, 256, 8192, 8192, {Tile::large, 1}},
-    {120, false, 1024, 4096, 4096, {Tile::small, 1}},
-    {120, false, 1024, 6144, 4096, {Tile::small, 4}},
-    {120, false, 1024, 28672, 4096, {Tile::large, 4}},
-    {120, false, 1024, 8192, 8192, {Tile::large, 1}},
-    {120, false, 8192, 6144, 4096, {Tile::large, 4}},
-    {120, false, 8192, 8192, 8192, {Tile::large, 4}},
-    {120, true, 256, 28672, 4096, {Tile::large, 1}},
-    {120, true, 1024, 28672, 4096, {Tile::large, 4}},
-    {120, true, 1024, 8192, 8192, {Tile::large, 1}},
-    {120, true, 8192, 8192, 8192, {Tile::large, 4}},
+    {120, Scales::tensor, 128, 28672, 4096, {Tile::small, 1}},
+    {120, Scales::tensor, 128, 8192, 8192, {Tile::small, 1}},
+    {120, Scales::tensor, 256, 4096, 4096, {Tile::small, 1}},
+    {120, Scales::tensor, 256, 6144, 4096, {Tile::large, 1}},
+    {120, Scales::tensor, 256, 28672, 4096, {Tile::small, 4}},
+    {120, Scales::tensor, 256, 8192, 8192, {Tile::large, 1}},
+    {120, Scales::tensor, 1024, 4096, 4096, {Tile::small, 1}},
+    {120, Scales::tensor, 1024, 6144, 4096, {Tile::small, 4}},
+    {120, Scales::tensor, 1024, 28672, 4096, {Tile::large, 4}},
+    {120, Scales::tensor, 1024, 8192, 8192, {Tile::large, 1}},
+    {120, Scales::tensor, 8192, 6144, 4096, {Tile::large, 4}},
+    {120, Scales::tensor, 8192, 8192, 8192, {Tile::large, 4}},
+    {120, Scales::block, 256, 28672, 4096, {Tile::large, 1}},
+    {120, Scales::block, 1024, 28672, 4096, {Tile::large, 4}},
+    {120, Scales::block, 1024, 8192, 8192, {Tile::large, 1}},
+    {120, Scales::block, 8192, 8192, 8192, {Tile::large, 4}},
     // end of the table
 };
 
@@ -96,8 +96,9 @@ constexpr int sixteenths(int value) {
   return 16 * octave + static_cast<int>((static_cast<int64_t>(value) << 4 >> octave) - 16);
 }
 
-// The entry nearest to a shape, m and n counting twice as much as k: they make the tiles.
-constexpr TileChoice tile_for(int chip, bool inside, int m, int n, int k) {
+// The entry nearest to a shape, m and n counting twice as much as k: they make the tiles. A chip without
+// lines for scales by row has those for one number.
+constexpr TileChoice tile_for(int chip, Scales scales, int m, int n, int k) {
   TileChoice best{Tile::large, 1};
   int nearest = 1 << 30;
   const auto apart = [](int a, int b) {
@@ -105,10 +106,11 @@ constexpr TileChoice tile_for(int chip, bool inside, int m, int n, int k) {
     return difference < 0 ? -difference : difference;
   };
   for (const TileEntry& entry : kTileTable) {
-    if (entry.chip != chip || entry.inside != inside) continue;
+    if (entry.chip != chip || entry.scales != scales) continue;
     const int distance = 2 * apart(m, entry.m) + 2 * apart(n, entry.n) + apart(k, entry.k);
     if (distance < nearest) nearest = distance, best = entry.choice;
   }
+  if (nearest == 1 << 30 && scales == Scales::row) return tile_for(chip, Scales::tensor, m, n, k);
   return best;
 }
 

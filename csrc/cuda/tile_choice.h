@@ -9,6 +9,9 @@ namespace fp8serve {
 // Of which size a tile is, is said in gemm_sm90.cu ...; `cublaslt`: none of ours, torch's product is faster.
 enum class Tile : int8_t { large, medium, small, thin128, thin64, thin32, cublaslt };
 
+// How operands are scaled: by a number, by a number for each row (of one operand at least), inside the sum.
+enum class Scales : int8_t { tensor, row, block };
+
 struct TileChoice {
   Tile tile;
   int swizzle;  // tile rows or columns that run together and share operands in the second-level cache

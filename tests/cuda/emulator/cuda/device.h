@@ -58,6 +58,7 @@ class OnDevice {
   bool is_capturing() const { return emulator::settings.capturing; }
   int multiprocessors() const { return emulator::settings.chip.multiprocessors; }
   int capability() const { return emulator::settings.chip.capability; }
+  int shared_bytes() const { return emulator::settings.chip.shared_bytes; }
 };
 
 // --- launches
