@@ -10,6 +10,7 @@
 #include <tuple>
 
 #include "cuda/casts.h"
+#include "cuda/square.h"
 
 namespace fp8serve {
 namespace {
@@ -120,15 +121,14 @@ __global__ void __launch_bounds__(kThreads)
 // --- cast and transpose
 // -------------------------------------------------------------------------------------------------
 
-constexpr int kSquare = 128;
-
 // A block casts 128 x 128 and writes it twice: as it lies, and from shared memory the other way.
 template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     cast_transpose(const T* x, uint8_t* q, uint8_t* q_t, int64_t rows, int64_t cols, const float* scale_in,
                    const __grid_constant__ Seen out) {
-  __shared__ __align__(16) uint8_t tile[kSquare][kSquare];
+  __shared__ __align__(16) Square square;
   __shared__ float memory[32];
+  static_assert(kThreads == kSquareThreads);
   constexpr int kLanes = kSquare / kChunk, kRows = kThreads / kLanes;
   const int64_t c0 = static_cast<int64_t>(blockIdx.x) * kSquare,
                 r0 = static_cast<int64_t>(blockIdx.y) * kSquare;
@@ -141,29 +141,23 @@ __global__ void __launch_bounds__(kThreads)
     const Chunk chunk = load_chunk<kAligned>(x + row * cols, row < rows ? c0 + column : cols, cols);
     seen = amax_of(chunk, seen);
     const uint2 bytes = encode_chunk<F>(chunk, scale);
-    *reinterpret_cast<uint2*>(&tile[line][column]) = bytes;
+    square.at<uint2>(line, column) = bytes;
     if (row < rows) store_chunk<kAligned>(bytes, q + row * cols, c0 + column, cols);
   }
-  seen = block_max(seen, memory);  // also: the tile is whole
+  seen = block_max(seen, memory);  // also: the square is whole
   if (threadIdx.x == 0) tell_amax(out, seen);
-  const int first = static_cast<int>(threadIdx.x) / 32 * 16, lane = static_cast<int>(threadIdx.x) % 32;
-#pragma unroll
-  for (int i = 0; i < kSquare / 32; ++i) {
-    const int64_t to = (c0 + lane + 32 * i) * rows + r0 + first;
-    if (c0 + lane + 32 * i >= cols) continue;
-    uint32_t word[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int b = 0; b < 16; ++b) {
-      word[b / 4] |= static_cast<uint32_t>(tile[first + b][lane + 32 * i]) << (8 * (b % 4));
-    }
+  square.for_columns([&](int of, int first, const uint4& bytes) {
+    if (c0 + of >= cols || r0 + first >= rows) return;
+    uint8_t* to = q_t + (c0 + of) * rows + r0 + first;
     if (rows % 16 == 0) {
-      if (r0 + first < rows) *reinterpret_cast<uint4*>(q_t + to) = {word[0], word[1], word[2], word[3]};
+      *reinterpret_cast<uint4*>(to) = bytes;
     } else {
+      const uint32_t word[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
       for (int b = 0; b < 16; ++b) {
-        if (r0 + first + b < rows) q_t[to + b] = static_cast<uint8_t>(word[b / 4] >> (8 * (b % 4)));
+        if (r0 + first + b < rows) to[b] = static_cast<uint8_t>(word[b / 4] >> (8 * (b % 4)));
       }
     }
-  }
+  });
 }
 
 // --- rotary embedding and cache

@@ -3,20 +3,22 @@
 #include <torch/csrc/stable/library.h>
 
 #include "cuda/layout.h"
+#include "cuda/square.h"
 
 namespace fp8serve {
 namespace {
 
-constexpr int kTile = 128;
-constexpr int kThreads = 256;
+constexpr int kThreads = kSquareThreads;
 
 // from [k, rows] with `pitch` bytes between its rows -> to [rows, padded], zeros from k on. A block takes 128
 // x 128.
 template <bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     transpose(const uint8_t* from, int64_t pitch, uint8_t* to, int64_t rows, int64_t k, int64_t padded) {
-  __shared__ __align__(16) uint8_t tile[kTile][kTile];
-  const int64_t k0 = static_cast<int64_t>(blockIdx.x) * kTile, r0 = static_cast<int64_t>(blockIdx.y) * kTile;
+  __shared__ __align__(16) Square square;
+  const int64_t k0 = static_cast<int64_t>(blockIdx.x) * kSquare,
+                r0 = static_cast<int64_t>(blockIdx.y) * kSquare;
+#pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int line = static_cast<int>(threadIdx.x) / 8 + 32 * i,
               column = static_cast<int>(threadIdx.x) % 8 * 16;
@@ -33,19 +35,14 @@ __global__ void __launch_bounds__(kThreads)
         bytes = {word[0], word[1], word[2], word[3]};
       }
     }
-    *reinterpret_cast<uint4*>(&tile[line][column]) = bytes;
+    square.at<uint4>(line, column) = bytes;
   }
   __syncthreads();
-  // Neighbouring lanes read neighbouring bytes: eight words, no conflict.
-  const int first = static_cast<int>(threadIdx.x) / 32 * 16, lane = static_cast<int>(threadIdx.x) % 32;
-  for (int i = 0; i < 4; ++i) {
-    const int row = lane + 32 * i;
-    uint32_t word[4] = {0, 0, 0, 0};
-    for (int b = 0; b < 16; ++b) word[b / 4] |= static_cast<uint32_t>(tile[first + b][row]) << (8 * (b % 4));
+  square.for_columns([&](int row, int first, const uint4& bytes) {
     if (r0 + row < rows && k0 + first < padded) {
-      *reinterpret_cast<uint4*>(to + (r0 + row) * padded + k0 + first) = {word[0], word[1], word[2], word[3]};
+      *reinterpret_cast<uint4*>(to + (r0 + row) * padded + k0 + first) = bytes;
     }
-  }
+  });
 }
 
 // Any strides, padding: sizes that are no multiple of 16 are rare, and small. A block takes a row.
@@ -63,8 +60,8 @@ void launch_transpose(const Tensor& q, const Tensor& to, int64_t rows, int64_t k
                       const OnDevice& device) {
   const int64_t padded = to.size(1);
   const bool fast = aligned(q.data_ptr(), 16) && pitch % 16 == 0 && rows % 16 == 0;
-  const dim3 grid(static_cast<unsigned>(ceil_over(padded, kTile)),
-                  static_cast<unsigned>(ceil_over(rows, kTile)));
+  const dim3 grid(static_cast<unsigned>(ceil_over(padded, kSquare)),
+                  static_cast<unsigned>(ceil_over(rows, kSquare)));
   launch(fast ? transpose<true> : transpose<false>, grid, kThreads, 0, device.stream(), data<uint8_t>(q),
          pitch, data<uint8_t>(to), rows, k, padded);
 }

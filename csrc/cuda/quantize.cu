@@ -233,10 +233,11 @@ void with_types(ScalarType format, const Tensor& x, int64_t cols, const F& f) {
   });
 }
 
-// Blocks for a pass over n elements: one for small tensors, else at most what is resident at once.
+// Blocks for a pass over n elements: one for small tensors, else a few times what is resident at once, so
+// that they do not all read, and then all write, at the same time.
 int blocks_for(int64_t n, const OnDevice& device) {
   if (n <= kSmall) return 1;
-  return static_cast<int>(std::min<int64_t>(ceil_over(n, kTile), 8 * device.multiprocessors()));
+  return static_cast<int>(std::min<int64_t>(ceil_over(n, kTile), 32 * device.multiprocessors()));
 }
 
 Tensor quantized_like(const Tensor& x, ScalarType dtype) {

@@ -1,0 +1,53 @@
+// A square of 128 x 128 bytes that a block writes along its lines and reads along its columns.
+#pragma once
+
+#include "cuda/cast.h"
+
+namespace fp8serve {
+
+constexpr int kSquare = 128, kSquareThreads = 256;
+
+// Four words with a byte of each of four columns become a word of each column.
+__device__ __forceinline__ void transpose_bytes(const uint32_t (&line)[4], uint32_t (&column)[4]) {
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    column[c] = 0;
+#pragma unroll
+    for (int l = 0; l < 4; ++l) column[c] |= (line[l] >> (8 * c) & 0xff) << (8 * l);
+  }
+}
+
+// A line's pieces of 16 bytes lie xor-ed by the line's sixteenth, so that the 32 words that a warp reads, of
+// eight lines sixteen apart, are in 32 banks.
+struct Square {
+  uint8_t bytes[kSquare][kSquare];
+
+  // Where a value of up to 16 bytes lies, which begins at a multiple of its size.
+  template <class V>
+  __device__ __forceinline__ V& at(int line, int column) {
+    return *reinterpret_cast<V*>(&bytes[line][(column / 16 ^ line / 16) * 16 + column % 16]);
+  }
+
+  // use(column, first line, bytes of sixteen lines) for all columns, by kSquareThreads: eight neighbouring
+  // lanes have a whole column of 128 bytes.
+  template <class Use>
+  __device__ __forceinline__ void for_columns(const Use& use) {
+    const int first = static_cast<int>(threadIdx.x) % 8 * 16, column = static_cast<int>(threadIdx.x) / 8 * 4;
+    uint32_t turned[4][4];  // of column and quarter
+#pragma unroll
+    for (int quarter = 0; quarter < 4; ++quarter) {
+      uint32_t line[4], of_column[4];
+#pragma unroll
+      for (int l = 0; l < 4; ++l) line[l] = at<uint32_t>(first + 4 * quarter + l, column);
+      transpose_bytes(line, of_column);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) turned[c][quarter] = of_column[c];
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      use(column + c, first, uint4{turned[c][0], turned[c][1], turned[c][2], turned[c][3]});
+    }
+  }
+};
+
+}  // namespace fp8serve
