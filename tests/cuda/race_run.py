@@ -24,7 +24,8 @@ from tests.csrc.test_sample import arguments
 from tests.cuda import emulated
 from tests.cuda.conftest import Kernels
 from tests.cuda.test_attention import Paged
-from tests.cuda.test_gemm import assert_within_accumulation, operands
+from tests.cuda.accumulation import assert_within_accumulation
+from tests.cuda.test_gemm import operands
 from tests.cuda.test_sample import NEUTRAL, assert_drawn
 
 THREAD_SANITIZER = emulated.Build("emulator-races", ["-O1", "-g1", "-fsanitize=thread"])

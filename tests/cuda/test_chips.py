@@ -15,7 +15,8 @@ from tests.csrc.test_sample import arguments
 from tests.cuda import emulated
 from tests.cuda.conftest import Kernels, kernels_on
 from tests.cuda.test_attention import Paged
-from tests.cuda.test_gemm import assert_within_accumulation, operands
+from tests.cuda.accumulation import assert_within_accumulation
+from tests.cuda.test_gemm import operands
 
 # Capability, multiprocessors, and bytes of shared memory that a block may have: CUDA's programming guide.
 CHIPS = {

@@ -1,14 +1,17 @@
 """Products of experts on the device: each expert's is that of scaled_mm, by the kernel that answers, bit for bit."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from fp8serve.fp8.ops import cases, reference
-from fp8serve.fp8.ops.grouped import spans
+from fp8serve.fp8.ops.grouped import spans, wgrad_case
+from fp8serve.fp8.ops.registry import Case
 from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, assert_fp8_equal, hostile, tame
 from tests.csrc.test_gemm import E4M3, E5M2
 from tests.csrc.test_grouped import COUNTS, SCALES, offsets_of, operands
-from tests.cuda.test_gemm import assert_within_accumulation
+from tests.cuda.accumulation import assert_within_accumulation
 
 BF16 = torch.bfloat16
 
@@ -37,7 +40,9 @@ def assert_each_expert_is_right(kernels, found, a, b, a_scale, b_scale, offsets,
     for e, (begin, end) in enumerate(spans(offsets)):
         scale = a_scale if a_scale.dim() == 0 else a_scale[e] if a_scale.dim() == 1 else a_scale[begin:end]
         more = None if bias is None else bias[e]
-        assert_within_accumulation(found[begin:end], a[begin:end], b[e], scale, b_scale[e], more)
+        assert_within_accumulation(
+            found[begin:end], a[begin:end], b[e], scale, b_scale[e], more, device=kernels.device
+        )
 
 
 CASES = [case for case in cases("grouped_mm") if "bfloat16 packed" not in case.name and "packed True" not in case.name]
@@ -111,7 +116,14 @@ def wgrad_parts(a, b, a_scale, b_scale, offsets):
         first = past
 
 
-@pytest.mark.parametrize("case", cases("grouped_wgrad"), ids=lambda case: case.name)
+# 144 x 160: rows of the output that CUTLASS takes on its chips.
+WGRADS = [*cases("grouped_wgrad"), *(
+    Case(f"{kind} {a} {out}", partial(wgrad_case, "many rows", kind, 144, 160, a, out))
+    for kind in ("expert", "row", "block", "block, row") for a in FORMATS for out in (BF16, torch.float32)
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WGRADS, ids=lambda case: case.name)
 def test_weights_gradients(kernels, case):
     *args, out = case.make()
     found = kernels.run("grouped_wgrad", *args, out)
@@ -123,7 +135,7 @@ def test_weights_gradients(kernels, case):
         elif kernels.device == "cpu" and 2 not in (args[2].dim(), args[3].dim()):
             assert_bits_equal(found[e], kernels.run("scaled_mm_by", *parts[e], None, out, "mma", 1))
         else:  # alone, scales of one block are those of rows, and multiply the whole sum
-            assert_within_accumulation(found[e], *parts[e])
+            assert_within_accumulation(found[e], *parts[e], device=kernels.device)
 
 
 def test_the_gradient_of_an_expert_without_rows_is_zero_whatever_its_scale(kernels):
@@ -131,7 +143,7 @@ def test_the_gradient_of_an_expert_without_rows_is_zero_whatever_its_scale(kerne
     scale = torch.tensor([1.0, torch.nan, 0.5, torch.inf])
     found = kernels.run("grouped_wgrad", a, b, scale, scale, offsets, torch.float32)
     assert (found[[1, 3]] == 0).all()
-    assert_within_accumulation(found[2], a[:, 7:], b[:, 7:], scale[2], scale[2])
+    assert_within_accumulation(found[2], a[:, 7:], b[:, 7:], scale[2], scale[2], device=kernels.device)
 
 
 # Offsets that the host cannot check.

@@ -14,7 +14,7 @@ from fp8serve.fp8.selfcheck.verdict import Finding
 from tests.cuda import emulated
 from tests.cuda.conftest import Kernels
 from tests.cuda.test_attention import assert_close
-from tests.cuda.test_gemm import assert_within_accumulation
+from tests.cuda.accumulation import assert_within_accumulation
 
 CUTLASS = {f"scaled_mm.{tile}" for tile in TILES}
 NAMES = [f"scaled_mm.{name}" for name in GEMMS] + sorted(compiled_for("cuda") & set(OPS))

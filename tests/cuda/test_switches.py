@@ -10,8 +10,9 @@ import torch
 
 from fp8serve.fp8.ops import cases, reference
 from tests.csrc.helpers import FORMATS, assert_bits_equal, tame
+from tests.cuda.accumulation import assert_within_accumulation
 from tests.cuda.conftest import Kernels
-from tests.cuda.test_gemm import BF16, E4M3, E5M2, assert_within_accumulation, operands, whole_numbers
+from tests.cuda.test_gemm import BF16, E4M3, E5M2, operands, whole_numbers
 
 OWN = "skinny+large+medium+small+thin128+thin64+thin32+mma"
 
@@ -46,7 +47,7 @@ def test_whoever_is_left_multiplies(switched: Kernels, off: str, case) -> None:
     if a.shape[1] == 0:
         assert_bits_equal(found, reference.scaled_mm(a, b, a_scale, b_scale, bias, out))
     else:
-        assert_within_accumulation(found, a, b, a_scale, b_scale, bias)
+        assert_within_accumulation(found, a, b, a_scale, b_scale, bias, device=switched.device)
 
 
 @pytest.mark.parametrize("op", ["scaled_mm_quantize", "scaled_mm_add"])
@@ -89,7 +90,7 @@ def test_cublaslt_takes_what_its_contract_allows(kernels: Kernels, shape, kinds,
             wanted = n % 16 == 0 and formats != (E5M2, E5M2) and biased and (one_each or by_rows)
             if wanted:
                 found = kernels.run("scaled_mm_by", *args, bias, out, "cublaslt", 1)
-                assert_within_accumulation(found, *args, bias)
+                assert_within_accumulation(found, *args, bias, device=kernels.device)
             else:
                 with pytest.raises(RuntimeError, match="kernel: is cublaslt, which does not multiply this here"):
                     kernels.run("scaled_mm_by", *args, bias, out, "cublaslt", 1)

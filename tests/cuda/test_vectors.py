@@ -8,9 +8,9 @@ import torch
 
 from fp8serve.fp8.ops import reference
 from tests.csrc.helpers import FORMATS, assert_fp8_equal
-from tests.cuda.conftest import DEVICES, kernels_on
+from tests.cuda.conftest import DEVICES, Kernels, kernels_on
 from tests.cuda.record_vectors import CASTS, HIGH, NAMES, PATH, load
-from tests.cuda.test_gemm import assert_within_accumulation
+from tests.cuda.accumulation import assert_within_accumulation
 
 pytestmark = pytest.mark.smoke
 Run = Callable[..., Any]
@@ -18,12 +18,14 @@ VECTORS = load()
 
 
 @pytest.fixture(params=["cpu", "reference", *DEVICES])
-def run(request: pytest.FixtureRequest) -> Run:
-    if request.param == "reference":
-        return lambda op, *args: getattr(reference, op)(*args)
-    if request.param == "cpu":
-        return lambda op, *args: getattr(torch.ops.fp8serve, op)(*args)
-    return kernels_on(request.param).run
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    own = {"reference": reference, "cpu": torch.ops.fp8serve}
+    return Kernels(own[request.param], "cpu") if request.param in own else kernels_on(request.param)
+
+
+@pytest.fixture
+def run(kernels: Kernels) -> Run:
+    return kernels.run
 
 
 def same(found, expected_q, expected_scale):
@@ -53,8 +55,8 @@ def test_a_given_scale(run, kind, dtype):
 
 
 @pytest.mark.parametrize("by", ["tensor", "row", "block"])
-def test_products(run, by):
+def test_products(kernels, by):
     operands = [VECTORS[f"mm.{by}.{part}"] for part in ("a", "b", "a_scale", "b_scale")]
-    found = run("scaled_mm", *operands, None, torch.float32)
-    assert_within_accumulation(found, *operands)
+    found = kernels.run("scaled_mm", *operands, None, torch.float32)
+    assert_within_accumulation(found, *operands, device=kernels.device)
     assert_within_accumulation(VECTORS[f"mm.{by}.out"], *operands)

@@ -4,7 +4,7 @@ It is to find kernels that are broken (a wrong index, a missing wait, an instruc
 chip), whose errors are as large as the values. How exact the kernels are is not judged here but by the tests.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,10 +18,19 @@ EXACT = frozenset({
     "grouped_quantize", "delayed_update", "write_kv", "rotary", "rotary_write_kv", "sample",
     "pack_weight", "look_up", "sort_by_expert", "add_weighted",
 })  # fmt: skip
-_PRODUCTS = frozenset({"scaled_mm", "scaled_mm_add", "mm", "grouped_mm"})
-# How far a value may be from the reference, of the size of what was summed, beside roundings to its type: tensor cores
-# keep as few as 14 bits of a sum of 128 products, and attention rounds its weights to BF16.
-_SHARE, _SHARES = 2.0**-11, {"paged_attention": 2.0**-8, "attention_backward": 2.0**-7, "watched_mm_add": 2.0**-8}
+# Products, judged by the sum of the magnitudes of what was summed.
+_FP8_PRODUCTS = frozenset({
+    "scaled_mm", "scaled_mm_add", "scaled_mm_quantize", "watched_mm_add", "grouped_mm", "grouped_wgrad",
+})  # fmt: skip
+_PRODUCTS = _FP8_PRODUCTS | {"mm"}
+# How far a value may be from the reference, of the size of what was summed, beside roundings to its type. An FP8
+# instruction of Hopper's tensor cores adds 32 products to a sum and cuts off, from each of the 33 and from the result,
+# what lies below 2^-13 of the largest: 34 x 2^-13, or 2^-7.9, of the magnitudes if everything goes wrong at once. What
+# is cut off has both signs: the products of a check lose 2^-10.3 at most, and 2^-8 is five times that. Each of the
+# four instructions before a sum goes to FP32 might lose as much, but no sum comes near. Attention rounds its weights
+# to BF16.
+_SHARE = 2.0**-11
+_SHARES = {"paged_attention": 2.0**-8, "attention_backward": 2.0**-7} | dict.fromkeys(_FP8_PRODUCTS, 2.0**-8)
 _FEW = 0.02  # of FP8 values that may lie on the other side of a rounding
 
 Arguments = tuple[Any, ...]
@@ -45,10 +54,10 @@ def difference(op: str, arguments: Arguments, found: list[Tensor], expected: lis
     """
     if [(t.dtype, t.shape) for t in found] != [(t.dtype, t.shape) for t in expected]:
         return "results of another type or shape"
-    size = _magnitudes(op, arguments) if op in _PRODUCTS else None
-    compare = _same if op in EXACT else _near(_SHARES.get(op, _SHARE), size)
-    for one, wanted in zip(found, expected, strict=True):
-        wrong = compare(one, wanted)
+    sizes = _sizes(op, arguments) if op in _PRODUCTS else []
+    share = _SHARES.get(op, _SHARE)
+    for one, wanted, size in zip(found, expected, [*sizes, *[None] * (len(found) - len(sizes))], strict=True):
+        wrong = _same(one, wanted) if op in EXACT else _apart(one, wanted, share, size)
         if bool(wrong.any()):
             return _described(one, wanted, wrong)
     return None
@@ -68,38 +77,57 @@ def _same(found: Tensor, expected: Tensor) -> Tensor:
     return (_bits(found) != _bits(expected)) & ~(_nan(found) & _nan(expected))
 
 
-def _near(share: float, size: Tensor | None) -> Callable[[Tensor, Tensor], Tensor]:
+def _apart(found: Tensor, expected: Tensor, share: float, size: Tensor | None) -> Tensor:
     """Where values are farther apart than roundings and `share` of `size` allow. Without a size the largest value of a
-    result is its size."""
+    result is its size, and few FP8 values may differ."""
+    if not found.is_floating_point() or (found.dtype in FP8_MAX and size is None):
+        return _few_steps(found, expected)
+    one, wanted = found.double(), expected.double()
+    finite = wanted[wanted.isfinite()].abs()
+    largest = finite.max() if finite.numel() else torch.zeros((), dtype=torch.float64)
+    allowed = _roundings(found.dtype, one, wanted) + share * (largest if size is None else size) + 1e-30
+    wrong = ~(((one - wanted).abs() <= allowed) | (one == wanted) | (one.isnan() & wanted.isnan()))
+    return wrong | _too_many(found, expected) if found.dtype in FP8_MAX else wrong
 
-    def compare(found: Tensor, expected: Tensor) -> Tensor:
-        if not found.is_floating_point() or found.dtype in FP8_MAX:
-            return _few_steps(found, expected)
-        one, wanted = found.double(), expected.double()
-        finite = wanted[wanted.isfinite()].abs()
-        largest = finite.max() if size is None and finite.numel() else torch.zeros((), dtype=torch.float64)
-        around = largest if size is None else size
-        allowed = 8 * torch.finfo(found.dtype).eps * wanted.abs() + share * around + 1e-30
-        near = ((one - wanted).abs() <= allowed) | (one == wanted) | (one.isnan() & wanted.isnan())
-        return ~near
 
-    return compare
+def _roundings(dtype: torch.dtype, found: Tensor, expected: Tensor) -> Tensor:
+    """What rounding to a type may be off by: of FP8 one step, of others some."""
+    limits = torch.finfo(dtype)
+    if dtype in FP8_MAX:
+        return (limits.eps * torch.maximum(found.abs(), expected.abs())).clamp(min=limits.smallest_normal * limits.eps)
+    return 8 * limits.eps * expected.abs()
 
 
 def _few_steps(found: Tensor, expected: Tensor) -> Tensor:
     """Where codes differ by more than a step, or at all when they are many. Other types than FP8 must be equal."""
     differ = _same(found, expected)
-    if found.dtype not in FP8_MAX or int(differ.sum()) > max(2, _FEW * differ.numel()):
+    if found.dtype not in FP8_MAX:
         return differ
-    return differ & ((_bits(found).int() - _bits(expected).int()).abs() > 1)
+    return _too_many(found, expected) | (differ & ((_bits(found).int() - _bits(expected).int()).abs() > 1))
+
+
+def _too_many(found: Tensor, expected: Tensor) -> Tensor:
+    """Where FP8 codes differ if they are many, else nowhere."""
+    differ = _same(found, expected)
+    return differ & (differ.sum() > max(2, _FEW * differ.numel()))
+
+
+def _sizes(op: str, arguments: Arguments) -> list[Tensor]:
+    """The sum of the magnitudes behind every element of a product, its first result, and what follows from it."""
+    if op != "scaled_mm_quantize":
+        return [_magnitudes(op, arguments)]
+    *product, scale, _ = arguments
+    size = _magnitudes("scaled_mm", (*product, torch.float32))
+    return [size * scale.double().abs(), size.max() if size.numel() else size.new_zeros(())]
 
 
 def _magnitudes(op: str, arguments: Arguments) -> Tensor:
-    """The sum of the magnitudes behind every element of a product."""
     return getattr(reference, op)(*(_absolute(argument) for argument in arguments)).double()  # type: ignore[no-any-return]
 
 
 def _absolute(argument: Any) -> Any:
+    if isinstance(argument, torch.dtype):
+        return torch.float32  # of a result, which then has room for what cancels
     if isinstance(argument, Tensor) and argument.is_floating_point():
         return argument.float().abs().to(argument.dtype)
     return argument

@@ -1,0 +1,88 @@
+"""Products as Hopper's FP8 tensor cores add them, to the bit, on a CPU.
+
+One instruction (wgmma) adds 32 products to a sum. The largest power of two among them counts: of a product the
+product of its factors' powers, so 1.5 times 1.5 counts as 1, and of the sum its own. Below 2^-13 of it everything is
+cut off, from each of the 33 first and from their sum at last. After 128 of K the sum goes to one in FP32 and starts
+again: so CUTLASS has it for its finer scales, and so CUTLASS and cuBLASLt have it where fast accumulation is off.
+An H200's errors follow this in every digit that was recorded (tests/cuda/test_hopper.py).
+"""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8serve.fp8.ops import arithmetic, grouped, reference
+
+FRACTION = 2.0**-13
+INSTRUCTION, PROMOTED = 32, 128
+TILE = 8  # rows
+_SMALLEST_NORMAL = {torch.float8_e4m3fn: 2.0**-6, torch.float8_e5m2: 2.0**-14}
+
+
+def _power(x: Tensor) -> Tensor:
+    """The power of two below |x|, in FP32; 0 of 0."""
+    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
+def _power_of_factor(x: Tensor) -> Tensor:
+    """Numbers below the smallest normal one have its exponent."""
+    smallest = torch.tensor(_SMALLEST_NORMAL[x.dtype])
+    return torch.where(x.float() == 0, 0.0, torch.maximum(_power(x.float()), smallest))
+
+
+def _cut(x: Tensor, power: Tensor) -> Tensor:
+    """x without what lies below 2^-13 of a power of two."""
+    unit = (power * FRACTION).clamp(min=2.0**-100)
+    return (x / unit).trunc() * unit
+
+
+def sums(a: Tensor, b: Tensor) -> list[Tensor]:
+    """a [M, K] times b [N, K] transposed, finite FP8: the sums [M, N] in FP32 of every 128 of K."""
+    tiles = [list(_sums(rows, b)) for rows in torch.split(a, TILE)]  # what a processor's cache holds
+    return [torch.cat(parts) for parts in zip(*tiles, strict=True)]
+
+
+def _sums(a: Tensor, b: Tensor) -> Iterator[Tensor]:
+    factors = (a.float(), b.float(), _power_of_factor(a), _power_of_factor(b))
+    for block in zip(*(torch.split(x, PROMOTED, 1) for x in factors), strict=True):
+        held = torch.zeros(len(a), len(b))
+        for x, y, x_power, y_power in zip(*(torch.split(t, INSTRUCTION, 1) for t in block), strict=True):
+            powers = (x_power.unsqueeze(1) * y_power).amax(-1)
+            largest = torch.maximum(powers, _power(held))
+            products = _cut(x.unsqueeze(1) * y, largest.unsqueeze(-1)).sum(-1)  # exact: few bits are left
+            held = products + _cut(held, largest)
+            held = _cut(held, _power(held))
+        yield held
+
+
+def scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, out: torch.dtype) -> Tensor:
+    """The op of that name."""
+    by_block = any(scale.dim() == 2 and scale.shape[1] > 1 for scale in (a_scale, b_scale))
+    scales = [arithmetic.expand(scale, *x.shape).expand(x.shape) for scale, x in ((a_scale, a), (b_scale, b))]
+    columns = [scale[:, ::PROMOTED].t() for scale in scales]
+    total = torch.zeros(len(a), len(b))
+    for part, of_a, of_b in zip(sums(a, b), *columns, strict=True):
+        total += part * of_a.unsqueeze(1) * of_b if by_block else part
+    if not by_block:
+        total = total * columns[0][0].unsqueeze(1) * columns[1][0]
+    return (total if bias is None else total + bias.float()).to(out)
+
+
+def scaled_mm_add(*arguments: Any) -> Tensor:
+    """The op of that name."""
+    *product, residual = arguments
+    return residual + scaled_mm(*product, residual.dtype)  # type: ignore[no-any-return]
+
+
+def scaled_mm_quantize(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """The op of that name."""
+    *product, scale, out = arguments
+    return reference.quantize(scaled_mm(*product, torch.float32), scale, out)  # type: ignore[no-any-return]
+
+
+_PRODUCTS = SimpleNamespace(scaled_mm=scaled_mm)
+grouped_mm = grouped._looped(_PRODUCTS)
+grouped_wgrad = grouped._looped_wgrad(_PRODUCTS)
