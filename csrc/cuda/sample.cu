@@ -1,28 +1,22 @@
 // sample: logits become one token each, after temperature, top_k, top_p and min_p.
 //
-// Short rows have a block each, in one launch. A long row is read by up to 16 blocks first, each of which has
-// a part of it: one launch finds the largest logit, the next weighs every token, as the first level of a
-// search. Then one block goes on. How a row is divided, and thereby the order of its sums, depends on its
-// length alone.
+// A row is divided into parts, of which each has a block: as many as the chip has room for. Six launches read
+// it. The first finds the largest logit. Two for top_k and two for top_p find where what is kept ends, and
+// end at once for rows that do not want the filter. The last weighs what is kept, and the block that ends
+// last in a row draws from it.
 //
 // Nothing is sorted. top_k and top_p each end at a border: a logit and, among equal ones, how many by their
-// ids. To find it the distance from the largest logit, in steps of FP32, is cut into 16 bins with a count and
-// a mass each, the bin that holds the border into 16 again, and so on, until one token or one value is left:
-// 8 levels at most. (min_p is a comparison of weights, and needs no search.) The draw is the same search over
-// token ids: the inverse of the cumulative distribution of what is kept.
+// ids. One launch counts, and weighs for top_p, what lies in each of 1024 bins of the distance from the
+// largest logit; the next lists the tokens in the bin that holds the border, which are few; and every block of
+// the launch after it finds the border among those. top_p sees only what top_k left. (min_p is a comparison
+// of weights, and needs no search.) The draw is the inverse of the cumulative distribution of what is kept:
+// the sums of the parts give the part, those of its threads the token.
 //
-// Every thread has bins of its own in shared memory: sums without atomics, in an order that depends on
-// nothing but the length of the row. Weights are FP64 as in the reference, in sums of another order: a token
-// differs from the reference's only where its random number is within some 1e-15 of a border. (Logits too
-// close for FP64 to give them two weights are told apart here, as on the CPU; the reference takes them for
-// equal.)
-//
-// A row without filters is read twice: largest logit, draw. The first level of a search is one more read,
-// which top_k and top_p share, and the second one more for each; in it every thread keeps what lies in the
-// bin, and the levels after it read that. So top_k or top_p makes 4 reads and both 5, and sixteenths of one.
-// The draw weighs what is kept, the first level of top_p every token. In parts both of these reads, and the
-// one that finds the largest logit, are shared; then a row without filters is read once more, where its token
-// is.
+// Weights are FP64 as in the reference, their sums integers (sample_mass.h), which are exact in any order: so
+// neither the division into parts nor the order of atomics shows, and a row gives the same token in any
+// batch. A token differs from the reference's only where its random number is within some 1e-15 of a border.
+// (Logits too close for FP64 to give them two weights are told apart here, as on the CPU; the reference takes
+// them for equal.)
 #include <torch/csrc/stable/library.h>
 
 #include "cuda/sample_row.h"
@@ -33,54 +27,55 @@ namespace sampling {
 namespace {
 
 constexpr int kThreads = 512;
+constexpr uint32_t kLeastPart = 2048;  // tokens, unless the row is shorter
 
-// A block for each part of each row: blockIdx.y, blockIdx.x.
-template <bool kAligned>
+// All with a block for each part of each row: blockIdx.y, blockIdx.x.
 __global__ void __launch_bounds__(kThreads) find_ranges(const __grid_constant__ Draws draws) {
   after_earlier_kernels();
   __shared__ Shared shared;
-  const Span tokens = tokens_of_part(draws);
-  const Range range = find_range<kAligned>(draws, shared, tokens.begin, tokens.last);
-  Part& part = draws.parts[blockIdx.x * kBins + blockIdx.y];
-  if (threadIdx.x == 0) part.largest = range.largest, part.depth = range.depth;
-}
-
-template <bool kAligned>
-__global__ void __launch_bounds__(kThreads) weigh_parts(const __grid_constant__ Draws draws) {
-  after_earlier_kernels();
-  __shared__ Shared shared;
-  const Span tokens = tokens_of_part(draws);
-  Row<kAligned> row(draws, shared, range_of_parts(draws));
-  Part& part = draws.parts[blockIdx.x * kBins + blockIdx.y];
-  draws.is_filtered(blockIdx.x)
-      ? row.count_distances(tokens.begin, tokens.last, part.bins)
-      : row.weigh_all(tokens.begin, tokens.last, draws.min_p[blockIdx.x], part.bins);
-}
-
-template <bool kAligned>
-__global__ void __launch_bounds__(kThreads) draw(const __grid_constant__ Draws draws) {
-  after_earlier_kernels();
-  __shared__ Shared shared;
-  const Range range = draws.parts == nullptr ? find_range<kAligned>(draws, shared, 0, draws.vocab - 1)
-                                             : range_of_parts(draws);
-  Row<kAligned> row(draws, shared, range);
-  Border border = row.everything();
-  if (draws.is_filtered(blockIdx.x)) {
-    const bool few = draws.is_few(blockIdx.x);
-    border =
-        row.filtered(few ? static_cast<uint32_t>(draws.top_k[blockIdx.x]) : kAny, draws.top_p[blockIdx.x]);
+  const float* logits = draws.logits + static_cast<int64_t>(blockIdx.x) * draws.vocab;
+  const uint32_t begin = blockIdx.y * draws.part, end = min(draws.vocab, begin + draws.part);
+  const Range range = find_range(shared, [&](const auto& f) { for_each(logits, begin, end, f); });
+  Work& work = draws.work[blockIdx.x];
+  const uint32_t self = blockIdx.y * blockDim.x + threadIdx.x;
+  if (threadIdx.x == 0) work.ranges[blockIdx.y] = range;
+  if (self == 0) work.steps[kTopK].listed = work.steps[kTopP].listed = work.arrived = 0;
+  for (uint32_t b = self; b < kBins; b += gridDim.y * blockDim.x) {
+    work.steps[kTopK].bins[b] = work.steps[kTopP].bins[b] = {{0, 0}, 0};
   }
-  const uint32_t token = row.draw(border, draws.min_p[blockIdx.x], draws.uniform[blockIdx.x]);
+}
+
+template <int kFilter>
+__global__ void __launch_bounds__(kThreads, 2) count(const __grid_constant__ Draws draws) {
+  after_earlier_kernels();
+  __shared__ Shared shared;
+  if (draws.wants(kFilter)) Row(draws, shared).template count<kFilter>();
+}
+
+template <int kFilter>
+__global__ void __launch_bounds__(kThreads, 2) collect(const __grid_constant__ Draws draws) {
+  after_earlier_kernels();
+  __shared__ Shared shared;
+  if (draws.wants(kFilter)) Row(draws, shared).template collect<kFilter>();
+}
+
+__global__ void __launch_bounds__(kThreads, 2) draw(const __grid_constant__ Draws draws) {
+  after_earlier_kernels();
+  __shared__ Shared shared;
+  Row row(draws, shared);
+  const Kept kept = row.kept();
+  if (!row.weigh(kept)) return;
+  const uint32_t token = row.draw(kept, draws.uniform[blockIdx.x]);
   if (threadIdx.x == 0) draws.out[blockIdx.x] = token;
 }
 
-constexpr int64_t kShort = 8192;  // tokens of a row that is not parted
-
-// Threads for a row, and the floats that they keep of one.
-int threads_for(int64_t vocab) {
-  return static_cast<int>(std::min<int64_t>(32 * ceil_over(vocab, 32 * kChunk), kThreads));
+// Two blocks for each multiprocessor, if there are tokens enough.
+uint32_t part_of(int64_t rows, int64_t vocab, int multiprocessors) {
+  const int64_t parts = std::clamp<int64_t>(2 * multiprocessors / rows, 1, kMostParts);
+  const int64_t tokens = 32 * ceil_over(ceil_over(vocab, parts), 32);
+  return static_cast<uint32_t>(std::max<int64_t>(tokens, kLeastPart));
 }
-int64_t kept_by(int threads, int64_t vocab) { return ceil_over(vocab, threads * kChunk) * threads * kChunk; }
+int threads_for(int64_t vocab) { return static_cast<int>(std::min<int64_t>(32 * ceil_over(vocab, 128), kThreads)); }
 
 Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
               const Tensor& min_p, const Tensor& uniform) {
@@ -91,12 +86,7 @@ Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top
                         dense(top_p),  dense(min_p),       dense(uniform)};
   Tensor out = empty(logits, {rows}, ScalarType::Long);
   if (rows == 0) return out;
-  const int threads = threads_for(vocab);
-  const int64_t stride = kept_by(threads, vocab);
-  const Tensor members = empty(logits, {rows, stride}, ScalarType::Float);
-  const bool parted = vocab > kShort;
-  const Tensor parts =
-      empty(logits, {parted ? rows * kBins * static_cast<int64_t>(sizeof(Part)) : 0}, ScalarType::Byte);
+  const Tensor work = empty(logits, {rows * static_cast<int64_t>(sizeof(Work))}, ScalarType::Byte);
   const Draws draws{.logits = data<const float>(use[0]),
                     .temperature = data<const double>(use[1]),
                     .top_k = data<const int64_t>(use[2]),
@@ -104,20 +94,14 @@ Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top
                     .min_p = data<const double>(use[4]),
                     .uniform = data<const double>(use[5]),
                     .out = data<int64_t>(out),
-                    .members = data<float>(members),
+                    .work = reinterpret_cast<Work*>(data<uint8_t>(work)),
                     .vocab = static_cast<uint32_t>(vocab),
-                    .stride = stride,
-                    .parts = parted ? reinterpret_cast<Part*>(data<uint8_t>(parts)) : nullptr,
-                    .parted = span_of(0, static_cast<uint32_t>(vocab - 1)).shift};
-  const bool fast = vocab % kChunk == 0 && aligned(draws.logits, 16);
-  if (parted) {
-    const dim3 grid(static_cast<unsigned>(rows), count_of_parts(draws.vocab));
-    launch_early(fast ? find_ranges<true> : find_ranges<false>, grid, threads, 0, device.stream(), draws);
-    launch_early(fast ? weigh_parts<true> : weigh_parts<false>, grid, threads, threads * kColumn,
-                 device.stream(), draws);
+                    .part = part_of(rows, vocab, device.multiprocessors())};
+  const dim3 grid(static_cast<unsigned>(rows), static_cast<unsigned>(ceil_over(vocab, draws.part)));
+  for (const auto kernel :
+       {find_ranges, count<kTopK>, collect<kTopK>, count<kTopP>, collect<kTopP>, draw}) {
+    launch_early(kernel, grid, threads_for(vocab), 0, device.stream(), draws);
   }
-  launch_early(fast ? draw<true> : draw<false>, static_cast<unsigned>(rows), threads, threads * kColumn,
-               device.stream(), draws);
   return out;
 }
 

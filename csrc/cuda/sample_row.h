@@ -1,18 +1,58 @@
-// A block's work on a row of logits, or on its part of one: the largest logit, what lies in bins, the borders
-// of top_k and top_p, and the draw. sample.cu says in which order, and what is read how often.
+// A block's work on its part of a row of logits: the largest logit, what lies in bins, the borders of top_k
+// and top_p, what is kept, and the draw. sample.cu says in which order.
 #pragma once
 
+#include "cuda/room.h"
 #include "cuda/sample_search.h"
 
 namespace fp8serve {
 namespace sampling {
 
+constexpr uint32_t kMostParts = 256;  // of a row
+constexpr uint32_t kListed = 2048;    // tokens of a bin that are listed
 constexpr uint32_t kAny = 0xffffffffu;
+constexpr int kLowest = -0x7fffffff;
+constexpr double kNothing = 750.0;  // nats below the largest logit where a weight is 0 in FP64
 
-// What a block found in its part of a row.
-struct Part {
-  int largest, depth;  // as those of a row
-  Bin bins[kBins];     // of a filtered row: the first level of its searches; else all mass is in the first
+enum Filter { kTopK, kTopP };
+
+// The largest logit, and the largest -x where x is not -inf.
+struct Range {
+  float largest, depth;
+};
+
+// The first sum with which one of the two is reached.
+struct Goal {
+  Mass mass;
+  uint32_t count;
+
+  __device__ bool reached(const Sum& sum) const { return sum.count >= count || !(sum.mass < mass); }
+};
+
+// Where the kept tokens end: larger logits are in, and the first `room` equal ones by their ids.
+struct Border {
+  int key;
+  uint32_t room;
+  Mass spare;  // of the equal ones that are out
+};
+
+// What is known of a filter's border: the bin that holds it, and the tokens there.
+struct Step {
+  Sum bins[kBins];
+  Goal goal;
+  Found found;
+  int lowest;  // smaller ones are out already
+  uint32_t listed;
+  float members[kListed];  // in any order; if there are more, the row is read again
+};
+
+// What the blocks tell each other of a row.
+struct Work {
+  Range ranges[kMostParts];
+  Step steps[2];  // of top_k and top_p
+  Border border;  // of top_k, where top_p is wanted
+  Sum parts[kMostParts];
+  unsigned arrived;
 };
 
 struct Draws {
@@ -21,87 +61,54 @@ struct Draws {
   const int64_t* top_k;
   const double *top_p, *min_p, *uniform;
   int64_t* out;
-  float* members;  // [rows, stride]: what the threads keep of a row during a search
-  uint32_t vocab;
-  int64_t stride;
-  Part* parts;  // [rows, kBins]; null: every row is one
-  int parted;   // a part is 2^parted tokens
+  Work* work;  // [rows]
+  uint32_t vocab, part;
 
-  __device__ bool is_few(int64_t row) const { return top_k[row] > 0 && top_k[row] < vocab; }
-  __device__ bool is_filtered(int64_t row) const { return is_few(row) || top_p[row] < 1.0; }
+  __device__ bool wants(int filter) const {
+    const uint32_t row = blockIdx.x;
+    return filter == kTopK ? top_k[row] > 0 && top_k[row] < vocab : top_p[row] < 1.0;
+  }
 };
 
-// A thread's own bins: a column of shared memory.
-class Column {
- public:
-  __device__ explicit Column(unsigned char* memory)
-      : mass_(reinterpret_cast<double*>(memory)),
-        count_(reinterpret_cast<uint32_t*>(memory + kBins * blockDim.x * sizeof(double))) {}
-
-  __device__ void clear() {
-    for (uint32_t b = 0; b < kBins; ++b) mass_[own(b)] = 0.0, count_[own(b)] = 0;
-  }
-  __device__ __forceinline__ void add(uint32_t bin, double mass, uint32_t count) {
-    mass_[own(bin)] += mass;
-    count_[own(bin)] += count;
-  }
-  // The sums of the threads' bins, by warps.
-  __device__ void gather(Bin* bins) const {
-    __syncthreads();
-    const uint32_t lane = threadIdx.x % 32;
-    for (uint32_t b = threadIdx.x / 32; b < kBins; b += blockDim.x / 32) {
-      Bin sum{0.0, 0};
-      for (uint32_t t = b * blockDim.x + lane; t < (b + 1) * blockDim.x; t += 32) {
-        sum = sum + Bin{mass_[t], count_[t]};
-      }
-#pragma unroll
-      for (int step = 16; step > 0; step /= 2) {
-        sum = sum +
-              Bin{__shfl_xor_sync(kAllLanes, sum.mass, step), __shfl_xor_sync(kAllLanes, sum.count, step)};
-      }
-      if (lane == 0) bins[b] = sum;
-    }
-    __syncthreads();
-  }
-
- private:
-  __device__ __forceinline__ uint32_t own(uint32_t bin) const { return bin * blockDim.x + threadIdx.x; }
-  double* mass_;
-  uint32_t* count_;
-};
-constexpr int kColumn = kBins * (sizeof(double) + sizeof(uint32_t));  // bytes
-
-struct Shared {
-  Bin first[kBins], bins[kBins];
-  Place place;
+// What is kept of a row: a sum counts those on the border, of which only the first have room.
+struct Kept {
+  Weights weight;
   Border border;
-  int largest, depth;
-};
+  double least;  // weight
+  Mass tie, at;  // of one on the border; the goal
 
-// Keys of the largest logit, and of the largest -x where x is not -inf.
-struct Range {
-  int largest, depth;
-};
-
-// f(id, logit) for the tokens [first, last] that this thread has.
-template <bool kAligned, class F>
-__device__ __forceinline__ void for_tokens(const float* logits, uint32_t vocab, uint32_t first, uint32_t last,
-                                           const F& f) {
-  for (uint32_t at = first / kChunk * kChunk + threadIdx.x * kChunk; at <= last; at += blockDim.x * kChunk) {
-    const Chunk chunk = load_chunk<kAligned>(logits, at, vocab);
-#pragma unroll
-    for (uint32_t i = 0; i < kChunk; ++i) {
-      if (at + i >= first && at + i <= last) f(at + i, chunk.value[i]);
+  __device__ __forceinline__ void take(float x, Sum& sum) const {
+    const int key = key_of(x);
+    if (key > border.key) {
+      const double heavy = weight(x);
+      if (heavy >= least) sum.mass = sum.mass + mass_of_weight(heavy);
     }
+    sum.count += key == border.key;
+  }
+  __device__ Mass mass(const Sum& sum) const { return sum.mass + tie * min(sum.count, border.room); }
+  __device__ bool reached(const Sum& sum) const { return !(mass(sum) < at); }
+};
+
+// f(x) for this thread's of the values [begin, end); and for some -inf.
+template <class F>
+__device__ __forceinline__ void for_each(const float* values, uint32_t begin, uint32_t end, const F& f) {
+  constexpr int kAtOnce = 4;
+  for (uint32_t at = begin + threadIdx.x; at < end; at += kAtOnce * blockDim.x) {
+    float x[kAtOnce];
+#pragma unroll
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
+      x[i] = at + i * blockDim.x < end ? values[at + i * blockDim.x] : -INFINITY;
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) f(x[i]);
   }
 }
 
-// The range of the tokens [first, last] of the block's row.
-template <bool kAligned>
-__device__ Range find_range(const Draws& draws, Shared& shared, uint32_t first, uint32_t last) {
-  const float* logits = draws.logits + static_cast<int64_t>(blockIdx.x) * draws.vocab;
+// The range of what `each` calls a function with.
+template <class Each>
+__device__ Range find_range(Shared& shared, const Each& each) {
   float largest = -INFINITY, depth = -INFINITY;
-  for_tokens<kAligned>(logits, draws.vocab, first, last, [&](uint32_t, float x) {
+  each([&](float x) {
     largest = fmaxf(largest, x);
     if (x > -INFINITY) depth = fmaxf(depth, -x);
   });
@@ -111,205 +118,208 @@ __device__ Range find_range(const Draws& draws, Shared& shared, uint32_t first, 
   if (threadIdx.x % 32 == 0) atomicMax(&shared.largest, key_of(largest));
   if (threadIdx.x % 32 == 0) atomicMax(&shared.depth, key_of(depth));
   __syncthreads();
-  return {shared.largest, shared.depth};
-}
-
-// The parts of a row are the bins of the first level of a draw.
-__host__ __device__ __forceinline__ uint32_t count_of_parts(uint32_t vocab) {
-  const Span whole = span_of(0, vocab - 1);
-  return (whole.last >> whole.shift) + 1;
-}
-__device__ __forceinline__ Span tokens_of_part(const Draws& draws) {
-  const uint32_t begin = blockIdx.y << draws.parted;
-  return {begin, min(draws.vocab - 1, begin + (1u << draws.parted) - 1), 0};
+  return {logit_of(shared.largest), logit_of(shared.depth)};
 }
 
 // The range of the block's row, from its parts.
-__device__ __forceinline__ Range range_of_parts(const Draws& draws) {
-  const Part* parts = draws.parts + blockIdx.x * kBins;
-  Range all{parts[0].largest, parts[0].depth};
-  for (uint32_t p = 1; p < count_of_parts(draws.vocab); ++p) {
-    all = {max(all.largest, parts[p].largest), max(all.depth, parts[p].depth)};
+__device__ __forceinline__ Range range_of_parts(const Work& work) {
+  float largest = -INFINITY, depth = -INFINITY;
+  for (uint32_t p = threadIdx.x % 32; p < gridDim.y; p += 32) {
+    largest = fmaxf(largest, work.ranges[p].largest), depth = fmaxf(depth, work.ranges[p].depth);
   }
-  return all;
+  return {lanes_max<32>(largest), lanes_max<32>(depth)};
 }
 
-template <bool kAligned>
 class Row {
  public:
-  // Of its row, which a range is known of.
-  __device__ Row(const Draws& draws, Shared& shared, const Range& range)
-      : logits_(draws.logits + static_cast<int64_t>(blockIdx.x) * draws.vocab),
-        members_(draws.members + blockIdx.x * draws.stride + threadIdx.x),
-        vocab_(draws.vocab),
+  __device__ Row(const Draws& draws, Shared& shared)
+      : draws_(draws),
+        logits_(draws.logits + static_cast<int64_t>(blockIdx.x) * draws.vocab),
+        begin_(blockIdx.y * draws.part),
+        end_(min(draws.vocab, begin_ + draws.part)),
         shared_(shared),
-        column_(dynamic_shared()),
-        range_(range),
-        weight_(logit_of(range.largest), draws.temperature[blockIdx.x]),
-        parts_(draws.parts == nullptr ? nullptr : draws.parts + blockIdx.x * kBins),
-        weigh_(draws.top_p[blockIdx.x] < 1.0) {}
-
-  __device__ Border everything() const { return {kLowest, 0, 0.0, 0.0}; }
-
-  // The border of the `top_k` largest and, of these, the first that have `top_p` of their mass.
-  __device__ Border filtered(uint32_t top_k, double top_p) {
-    parts_ == nullptr ? count_distances(0, vocab_ - 1, shared_.first) : add_parts();
-    Border border = everything();
-    border.mass = mass_of(shared_.first);
-    if (top_k < vocab_) border = search({INFINITY, top_k});
-    if (weigh_) border = search({top_p * border.mass, top_k});
-    return border;
+        work_(draws.work[blockIdx.x]),
+        range_(range_of_parts(work_)),
+        weight_(range_.largest, draws.temperature[blockIdx.x]) {
+    const auto nothing = static_cast<float>(kNothing * draws.temperature[blockIdx.x]);
+    const float reach = fminf(range_.largest + range_.depth, nothing);
+    per_unit_ = reach > 0.0f ? (kBins - 1) / reach : 0.0f;
   }
 
-  // The first level of both searches, for the tokens [first, last].
-  __device__ void count_distances(uint32_t first, uint32_t last, Bin* bins) {
-    const Span whole = distances();
-    column_.clear();
-    for_tokens(first, last, [&](uint32_t, float x) { take(x, whole); });
-    column_.gather(bins);
-  }
-
-  // The first level of a draw from everything, for the tokens [first, last] as one bin.
-  __device__ void weigh_all(uint32_t first, uint32_t last, double min_p, Bin* bins) {
-    const double least = fmin(min_p, 1.0);
-    column_.clear();
-    for_tokens(first, last, [&](uint32_t, float x) {
-      const double weight = weight_(x);
-      if (weight >= least) column_.add(0, weight, 0);
+  // What lies in each bin of all that the filters before this one keep, in this part.
+  template <int kFilter>
+  __device__ void count() {
+    const Border border = before<kFilter>();
+    if (kFilter == kTopP && is_first()) work_.border = border;
+    clear_bins();
+    for_each(logits_, begin_, end_, [&](float x) {
+      const uint32_t bin = bin_of(x);
+      if (bin != kNone && key_of(x) >= border.key) add_to_bin<kFilter>(bin, x);
     });
-    column_.gather(bins);
+    __syncthreads();
+    for (uint32_t b = threadIdx.x; b < kBins; b += blockDim.x) {
+      if (shared_.bins[b].count > 0) add(&work_.steps[kFilter].bins[b], shared_.bins[b]);
+    }
+  }
+
+  // Finds the bin that holds the border, and lists what lies there, in this part.
+  template <int kFilter>
+  __device__ void collect() {
+    Step& step = work_.steps[kFilter];
+    const Border border = kFilter == kTopP ? work_.border : everything();
+    const uint32_t most = draws_.wants(kTopK) ? static_cast<uint32_t>(draws_.top_k[blockIdx.x]) : kAny;
+    Goal goal{{1ll << 60, 0}, most};
+    const Found found = search(
+        shared_, kBins, {{0, 0}, 0}, [&](uint32_t b) { return step.bins[b]; },
+        [&](const Sum& total) {
+          if (kFilter == kTopP) goal.mass = share_of(total.mass - border.spare);
+          return goal;
+        });
+    if (is_first()) step.goal = goal, step.found = found, step.lowest = border.key;
+    for_each(logits_, begin_, end_, [&](float x) {
+      if (bin_of(x) != found.index || found.index == kNone || key_of(x) < border.key) return;
+      const uint32_t at = atomicAdd(&step.listed, 1u);
+      if (at < kListed) step.members[at] = x;
+    });
+  }
+
+  // What is kept, by all filters.
+  __device__ Kept kept() {
+    const Border border = draws_.wants(kTopP)   ? refined<kTopP>()
+                          : draws_.wants(kTopK) ? refined<kTopK>()
+                                                : everything();
+    const double least = fmin(draws_.min_p[blockIdx.x], 1.0), tie = weight_(logit_of(border.key));
+    return {weight_, border, least, tie >= least ? mass_of_weight(tie) : Mass{0, 0}, {0, 0}};
+  }
+
+  // Whether this is the last part of the row to be weighed: then all of them are known to it.
+  __device__ bool weigh(const Kept& kept) {
+    Sum mine{{0, 0}, 0};
+    for_each(logits_, begin_, end_, [&](float x) { kept.take(x, mine); });
+    const Sum total = scan(shared_, mine).total;
+    if (threadIdx.x == 0) {
+      work_.parts[blockIdx.y] = total;
+      shared_.last = is_last({nullptr, &work_.arrived}, gridDim.y);
+    }
+    __syncthreads();
+    return shared_.last;
   }
 
   // The token at `uniform` of the cumulative distribution: always one that weighs something.
-  __device__ uint32_t draw(const Border& border, double min_p, double uniform) {
-    const double least = fmin(min_p, 1.0);
-    const double tie = border.tie >= least ? border.tie : 0.0;
-    const uint32_t room = tie > 0.0 ? border.room : 0;  // what weighs nothing is not drawn
-    Place at{span_of(0, vocab_ - 1), {0.0, 0}, {0.0, 0}};
-    Goal goal{-1.0, kAny};
-    bool known = parts_ != nullptr && border.key == kLowest;  // the first level of a draw from everything
-    do {
-      if (known) {
-        take_parts();
-        known = false;
-      } else {
-        column_.clear();
-        for_tokens(at.span.begin, at.span.last, [&](uint32_t id, float x) {
-          const int key = key_of(x);
-          if (key < border.key) return;
-          const double weight = key > border.key ? weight_(x) : 0.0;
-          const bool equal = key == border.key;
-          if (equal || weight >= least) column_.add((id - at.span.begin) >> at.span.shift, weight, equal);
+  __device__ uint32_t draw(Kept kept, double uniform) {
+    Found found = search(
+        shared_, gridDim.y, {{0, 0}, 0}, [&](uint32_t p) { return work_.parts[p]; },
+        [&](const Sum& total) {
+          const Mass all = kept.mass(total), more = mass_of(uniform * wide(all)) + Mass{0, 1};
+          kept.at = more < all ? more : all;
+          return kept;
         });
-        column_.gather(shared_.bins);
-      }
-      if (threadIdx.x == 0) {
-        keep_ties(room - at.before.count, tie);
-        if (goal.mass < 0.0) goal.mass = more_than(uniform * mass_of(shared_.bins));
-      }
-      at = next(shared_.bins, at, goal);
-    } while (at.span.begin < at.span.last);
-    return at.span.begin;
+    uint32_t begin = 0, span = draws_.part;
+    while (found.index != kNone) {
+      begin += found.index * span;
+      const uint32_t end = min(draws_.vocab, begin + span);
+      if (span == 1) break;
+      span = (span + blockDim.x - 1) / blockDim.x;
+      found = search(
+          shared_, blockDim.x, found.before,
+          [&](uint32_t i) {
+            Sum sum{{0, 0}, 0};
+            for (uint32_t id = begin + i * span; id < min(end, begin + (i + 1) * span); ++id) {
+              kept.take(logits_[id], sum);
+            }
+            return sum;
+          },
+          [&](const Sum&) { return kept; });
+    }
+    return begin;
   }
 
  private:
+  __device__ static Border everything() { return {kLowest, 0, {0, 0}}; }
+  __device__ static bool is_first() { return blockIdx.y == 0 && threadIdx.x == 0; }
+
+  // Where a filter finds the row cut already.
+  template <int kFilter>
+  __device__ Border before() {
+    return kFilter == kTopP && draws_.wants(kTopK) ? refined<kTopK>() : everything();
+  }
+
+  // By its distance from the largest logit; none where nothing weighs anything.
+  __device__ __forceinline__ uint32_t bin_of(float x) const {
+    const float at = (range_.largest - x) * per_unit_;
+    return at < static_cast<float>(kBins) ? static_cast<uint32_t>(at) : kNone;  // NaN: none
+  }
+
+  // top_p of it.
+  __device__ Mass share_of(const Mass& all) const {
+    const Mass share = mass_of(draws_.top_p[blockIdx.x] * wide(all));
+    return share < all ? share : all;
+  }
+
+  __device__ void clear_bins() {
+    for (uint32_t b = threadIdx.x; b < kBins; b += blockDim.x) shared_.bins[b] = {{0, 0}, 0};
+    __syncthreads();
+  }
+  template <int kFilter>
+  __device__ __forceinline__ void add_to_bin(uint32_t bin, float x) {
+    add(&shared_.bins[bin], {kFilter == kTopP ? mass_of_weight(weight_(x)) : Mass{0, 0}, 1});
+  }
+
+  // f(x) for this thread's tokens of the step's bin.
   template <class F>
-  __device__ __forceinline__ void for_tokens(uint32_t first, uint32_t last, const F& f) const {
-    sampling::for_tokens<kAligned>(logits_, vocab_, first, last, f);
-  }
-
-  // The first level of the searches, from the parts, in their order.
-  __device__ void add_parts() {
-    if (threadIdx.x < kBins) {
-      Bin sum{0.0, 0};
-      for (uint32_t p = 0; p < count_of_parts(vocab_); ++p) sum = sum + parts_[p].bins[threadIdx.x];
-      shared_.first[threadIdx.x] = sum;
-    }
-    __syncthreads();
-  }
-
-  // The first level of a draw, whose bins the parts are.
-  __device__ void take_parts() {
-    if (threadIdx.x < kBins) {
-      const bool is_there = threadIdx.x < count_of_parts(vocab_);
-      shared_.bins[threadIdx.x] = is_there ? parts_[threadIdx.x].bins[0] : Bin{0.0, 0};
-    }
-    __syncthreads();
-  }
-
-  // From the largest logit down to the smallest that is not -inf.
-  __device__ Span distances() const {
-    return span_of(0, static_cast<uint32_t>(range_.largest) + static_cast<uint32_t>(range_.depth));
-  }
-
-  // Into its bin with a logit, if it lies in the span.
-  __device__ __forceinline__ bool take(float x, const Span& span) {
-    const uint32_t at = static_cast<uint32_t>(range_.largest) - static_cast<uint32_t>(key_of(x)) - span.begin;
-    if (!(x > -INFINITY) || at > span.last - span.begin) return false;
-    column_.add(at >> span.shift, weigh_ ? weight_(x) : 0.0, 1);
-    return true;
-  }
-
-  // From the bins of the first level, which both searches share, to one token or one value.
-  __device__ Border search(const Goal& goal) {
-    Place at{distances(), {0.0, 0}, {0.0, 0}};
-    at = next(shared_.first, at, goal);
-    for (uint32_t level = 1, held = 0; at.inside.count > 1 && at.span.begin < at.span.last; ++level) {
-      column_.clear();
-      held = level == 1 ? taken_of_row(at.span) : taken_again(at.span, held);
-      column_.gather(shared_.bins);
-      at = next(shared_.bins, at, goal);
-    }
-    if (threadIdx.x == 0) {
-      const int key = static_cast<int>(static_cast<uint32_t>(range_.largest) - at.span.last);
-      shared_.border = border_at(at, key, weight_(logit_of(key)), goal);
-    }
-    __syncthreads();
-    return shared_.border;
-  }
-
-  // How many of this thread's logits lie in the span; they are kept for the next level.
-  __device__ uint32_t taken_of_row(const Span& span) {
-    uint32_t held = 0;
-    for_tokens(0, vocab_ - 1, [&](uint32_t, float x) {
-      if (take(x, span)) members_[held++ * blockDim.x] = x;
+  __device__ void for_members(const Step& step, const F& f) const {
+    if (step.listed <= kListed) return for_each(step.members, 0, step.listed, f);
+    for_each(logits_, 0, draws_.vocab, [&](float x) {
+      if (bin_of(x) == step.found.index && key_of(x) >= step.lowest) f(x);
     });
-    return held;
-  }
-  __device__ uint32_t taken_again(const Span& span, uint32_t had) {
-    uint32_t held = 0;
-    for (uint32_t i = 0; i < had; ++i) {
-      const float x = members_[i * blockDim.x];
-      if (take(x, span)) members_[held++ * blockDim.x] = x;
-    }
-    return held;
   }
 
-  // The first `room` of the tokens that equal the border join the others of their bins.
-  __device__ void keep_ties(uint32_t room, double tie) {
-    for (Bin& bin : shared_.bins) {
-      bin.count = min(bin.count, room);
-      bin.mass += bin.count * tie;
-      room -= bin.count;
-    }
+  // The border in the step's bin: its range is cut into bins, and the one that holds the border again, until
+  // one token or one value is left.
+  template <int kFilter>
+  __device__ Border refined() {
+    const Step& step = work_.steps[kFilter];
+    if (step.found.index == kNone) return everything();
+    const Range range = find_range(shared_, [&](const auto& f) { for_members(step, f); });
+    int top = key_of(range.largest);
+    uint32_t width = static_cast<uint32_t>(top) + static_cast<uint32_t>(key_of(range.depth));
+    Found found = step.found;
+    do {
+      int shift = 0;
+      while (width >> shift >= kBins) ++shift;
+      clear_bins();
+      for_members(step, [&](float x) {
+        const uint32_t at = static_cast<uint32_t>(top) - static_cast<uint32_t>(key_of(x));
+        if (at <= width) add_to_bin<kFilter>(at >> shift, x);
+      });
+      __syncthreads();
+      found = search(
+          shared_, kBins, found.before, [&](uint32_t b) { return shared_.bins[b]; },
+          [&](const Sum&) { return step.goal; });
+      if (found.index == kNone) return everything();
+      const uint32_t beyond = found.index << shift;
+      top = static_cast<int>(static_cast<uint32_t>(top) - beyond);
+      width = min(width - beyond, (1u << shift) - 1);
+    } while (found.inside.count > 1 && width > 0);
+    return border_at(static_cast<int>(static_cast<uint32_t>(top) - width), found, step.goal);
   }
 
-  // One thread's step, told to all.
-  __device__ Place next(const Bin* bins, const Place& from, const Goal& goal) {
-    if (threadIdx.x == 0) shared_.place = walk(bins, from, goal);
-    __syncthreads();
-    return shared_.place;
+  __device__ Border border_at(int key, const Found& found, const Goal& goal) const {
+    const double tie = weight_(logit_of(key)), missing = wide(goal.mass - found.before.mass);
+    const double wanted = fmin(ceil(missing / tie), static_cast<double>(goal.count - found.before.count));
+    const double room = fmax(1.0, fmin(wanted, static_cast<double>(found.inside.count)));
+    const auto count = static_cast<uint32_t>(room);  // a NaN, of 0 / 0, is ignored by fmin
+    return {key, count, mass_of_weight(tie) * (found.inside.count - count)};
   }
 
+  const Draws& draws_;
   const float* logits_;
-  float* members_;
-  uint32_t vocab_;
+  uint32_t begin_, end_;  // tokens of this part
   Shared& shared_;
-  Column column_;
+  Work& work_;
   Range range_;
   Weights weight_;
-  const Part* parts_;
-  bool weigh_;  // top_p is wanted
+  float per_unit_;
 };
 
 }  // namespace sampling

@@ -132,6 +132,11 @@ T __shfl_xor_sync(uint32_t, T value, int mask) {
   const int self = emulator::machine.running % 32;
   return emulator::exchange(value, [&](auto of) { return of(self ^ mask); });
 }
+template <class T>
+T __shfl_up_sync(uint32_t, T value, int step) {
+  const int self = emulator::machine.running % 32;
+  return emulator::exchange(value, [&](auto of) { return of(self < step ? self : self - step); });
+}
 inline int atomicMax(int* at, int value) {
   std::atomic_ref<int> memory(*at);
   const int before = memory.load(std::memory_order_relaxed);
@@ -152,6 +157,9 @@ inline void __threadfence() {}  // blocks run one after the other
 
 inline unsigned long long atomicAdd(unsigned long long* at, unsigned long long value) {
   return std::atomic_ref<unsigned long long>(*at).fetch_add(value, std::memory_order_relaxed);
+}
+inline unsigned atomicAdd(unsigned* at, unsigned value) {
+  return std::atomic_ref<unsigned>(*at).fetch_add(value, std::memory_order_relaxed);
 }
 
 inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
