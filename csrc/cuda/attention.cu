@@ -420,7 +420,7 @@ Tensor paged_attention(const Tensor& q_in, const Tensor& k_cache, const Tensor& 
       .window = static_cast<int>(std::min<int64_t>(window.value_or(kNoWindow), kNoWindow)),
       .softcap = static_cast<float>(softcap.value_or(0)),
       .sinks = sinks ? data<const float>(joining) : nullptr};
-  const Call call{work, t.value(), k_cache.scalar_type()};
+  const Call call{work, t.value(), k_cache.scalar_type(), blocks.value() * size.value()};
   if (!attend_on_tensor_cores(call, device, q)) run(call, device, q);
   return out;
 }

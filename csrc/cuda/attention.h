@@ -30,10 +30,14 @@ struct Call {
   Work work;
   int64_t tokens;
   ScalarType cache;
+  int64_t slots;  // tokens that the cache holds
 };
 
 // Tensor cores, for BF16 queries. Returns false and does nothing for unsupported problems.
 bool attend_on_tensor_cores(const Call& call, const OnDevice& device, const Tensor& allocator);
+
+// Blocks of one warp that a multiprocessor has at once: their registers are kept to that.
+constexpr int kResident = 12;
 
 // The blocks of the mma kernel: warps in each, tiles of rows, and blocks that share the segments of a tile.
 struct MmaGrid {
@@ -42,7 +46,7 @@ struct MmaGrid {
 };
 // The rows of all sequences but prompts, by warps.
 void attend_by_mma(const Work& w, ScalarType cache, const MmaGrid& blocks, const OnDevice& device);
-// The rows of prompts, by warpgroups; with parts, a block takes one segment, else all of them.
+// The rows of prompts, by warpgroups; with parts, blocks share the segments, else one block takes all of them.
 void attend_by_wgmma(const Work& w, ScalarType cache, int64_t tokens, const OnDevice& device);
 
 // Room for the parts of every segment; the memory lives as long as the tensor.
@@ -67,8 +71,23 @@ struct Rows {
   int start, tokens, length;  // of the sequence: its first token in q, its new tokens, its context
 };
 
-// Sequence s begins at tile starts[s] * group / kRows + s: room enough for its rows, found by bisection, and
-// known without asking the device how many tokens each sequence has.
+// The last of the numbers 0 <= i < count with f(i) <= most, for f that never falls and f(0) <= most. A warp
+// looks at 32 numbers at once, so that a batch of 32 costs one wait for memory.
+template <class F>
+__device__ __forceinline__ int last_within(const F& f, int count, int most) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  int low = 0;
+  while (count > 1) {
+    const int step = (count + 31) / 32, i = lane * step;
+    const bool within = i == 0 || (i < count && f(low + i) <= most);
+    const int last = __popc(__ballot_sync(kAllLanes, within)) - 1;
+    low += last * step;
+    count = min(step, count - last * step);
+  }
+  return low;
+}
+
+// Sequence s begins at tile starts[s] * group / kRows + s: room enough for its rows, and known without asking the device how many tokens each sequence has.
 inline int64_t tiles_of(const Work& w, int64_t tokens, int rows) {
   return tokens * (w.heads / w.kv_heads) / rows + w.sequences;
 }
@@ -78,14 +97,10 @@ __device__ __forceinline__ int tile_of(const Work& w, int s) {
 }
 template <int kRows>
 __device__ __forceinline__ Rows rows_of(const Work& w, int tile) {
-  int low = 0, high = w.sequences;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (tile_of<kRows>(w, middle) <= tile ? low : high) = middle;
-  }
-  const int tokens = w.starts[low + 1] - w.starts[low], first = (tile - tile_of<kRows>(w, low)) * kRows;
+  const int s = last_within([&](int i) { return tile_of<kRows>(w, i); }, w.sequences, tile);
+  const int tokens = w.starts[s + 1] - w.starts[s], first = (tile - tile_of<kRows>(w, s)) * kRows;
   const int count = min(kRows, tokens * (w.heads / w.kv_heads) - first);
-  return {low, first, max(count, 0), w.starts[low], tokens, w.lengths[low]};
+  return {s, first, max(count, 0), w.starts[s], tokens, w.lengths[s]};
 }
 
 // Whether the sequence has rows enough for warpgroups. That is for each sequence to say, whatever the others
@@ -111,12 +126,8 @@ __device__ __forceinline__ int first_key(const Work& w, const Rows& rows) {
 
 // How many keys the token with this number in q sees, those before its window included.
 __device__ __forceinline__ int keys_of(const Work& w, int token) {
-  int low = 0, high = w.sequences;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (w.starts[middle] <= token ? low : high) = middle;
-  }
-  return w.lengths[low] - (w.starts[low + 1] - token) + 1;
+  const int s = last_within([&](int i) { return w.starts[i]; }, w.sequences, token);
+  return w.lengths[s] - (w.starts[s + 1] - token) + 1;
 }
 
 // The parts of one segment, each [tokens * heads].

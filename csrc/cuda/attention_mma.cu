@@ -21,6 +21,8 @@
 //
 // Values that a block reads but a row does not see must be finite: their weight is 0, and 0 times NaN is NaN.
 // Only a request whose own activations overflowed has such keys, and its next token is refused.
+#include <type_traits>
+
 #include "cuda/attention_paging.h"
 #include "cuda/attention_softmax.h"
 
@@ -30,48 +32,103 @@ namespace {
 
 constexpr int kKeys = kStep;
 
-// A tile of [kKeys][kDim] BF16 in 16-byte chunks. Eight rows at the same chunk lie in different banks.
-template <int kDim>
+// [kKeys] rows of 16-byte chunks. Eight rows at the same chunk lie in different banks.
+template <int kChunks>
 struct Tile {
-  uint4 chunk[kKeys][kDim / 8];
-  __device__ __forceinline__ uint4* at(int key, int c) { return &chunk[key][c ^ (key & 7)]; }
+  uint4 chunk[kKeys][kChunks];
+  __device__ __forceinline__ uint4* at(int key, int c) {
+    return &chunk[key][c ^ (kChunks < 8 ? key / (8 / kChunks) % kChunks : key % 8)];
+  }
 };
 // From a row's chunk c < 2 to its chunk 2d + c, with one xor, because tiles begin at multiples of a row.
 __device__ __forceinline__ Place further(Place first, int d) { return first ^ static_cast<Place>(d * 32); }
 
-// Two stages: one is multiplied while the other is copied. FP8 is copied beside the tile that it becomes.
-template <int kDim, bool kFp8>
-struct Shared {
-  Tile<kDim> k[kFp8 ? 1 : 2], v[kFp8 ? 1 : 2];
-  uint4 k_fp8[kFp8 ? 2 : 1][kKeys][kFp8 ? kDim / 16 : 1], v_fp8[kFp8 ? 2 : 1][kKeys][kFp8 ? kDim / 16 : 1];
+// What has been copied. While keys are multiplied, values are copied, and the other way round. One warp has
+// one place for each, so that many blocks fit a multiprocessor, or two of FP8, which are as large.
+template <int kDim, bool kFp8, int kWarps>
+struct Copied {
+  static constexpr int kStages = kWarps == 1 && !kFp8 ? 1 : 2;
+  static constexpr int kChunks = kDim * (kFp8 ? 1 : 2) / 16;
+  Tile<kChunks> k[kStages], v[kStages];
 };
+template <int kDim>
+struct Widened {
+  Tile<kDim / 8> k, v;
+};
+struct Nothing {};
+
+// Several warps share what FP8 is widened to, one warp widens in registers.
+template <bool kFp8, int kWarps>
+constexpr bool kWidensTiles = kFp8 && kWarps > 1;
+template <bool kFp8, int kWarps>
+constexpr bool kWidensWords = kFp8 && kWarps == 1;
+
+template <int kDim, bool kFp8, int kWarps>
+struct Shared : Copied<kDim, kFp8, kWarps> {
+  std::conditional_t<kWidensTiles<kFp8, kWarps>, Widened<kDim>, Nothing> wide;
+};
+
+template <int kWarps>
+__device__ __forceinline__ void wait_for_warps() {
+  if constexpr (kWarps == 1) {
+    __syncwarp();
+  } else {
+    __syncthreads();
+  }
+}
 
 // --- keys and values into shared memory
 
-// Starts copying keys [begin, begin + kKeys) into a stage; zeros from `end` on, and behind a head's end.
-template <int kDim, bool kFp8, int kThreads>
-__device__ __forceinline__ void stage(const Paged& paged, Shared<kDim, kFp8>& shared, int slot, int begin,
-                                      int end) {
-  constexpr int kChunks = kDim * (kFp8 ? 1 : 2) / 16;
-  for_chunks_of<kKeys, kChunks, kThreads>(paged, begin, end, [&](int row, int c, int64_t from, bool valid) {
-    if constexpr (kFp8) {
-      copy_async(&shared.k_fp8[slot][row][c], paged.k + from, valid);
-      copy_async(&shared.v_fp8[slot][row][c], paged.v + from, valid);
-    } else {
-      copy_async(shared.k[slot].at(row, c), paged.k + from, valid);
-      copy_async(shared.v[slot].at(row, c), paged.v + from, valid);
-    }
-  });
+// What a thread copies of every tile: its chunk of a head, of rows that are `kThreads / kChunks` apart.
+struct Source {
+  const char *k, *v;  // its chunk of slot 0
+  const int* table;
+  int shift, mask, token;
+  bool inside;  // the head
+};
+template <int kChunks, int kBytes>
+__device__ __forceinline__ Source source_of(const Work& w, const Rows& rows) {
+  const Paged paged = paged_of<kBytes>(w, rows);
+  const int byte = static_cast<int>(threadIdx.x) % kChunks * 16;
+  return {paged.k + paged.offset + byte, paged.v + paged.offset + byte, paged.table, paged.shift, paged.mask,
+          static_cast<int>(paged.token), byte < paged.head};
 }
 
-// Every thread widens what it has copied itself.
-template <int kDim, int kThreads, bool kE5M2>
-__device__ __forceinline__ void widen_stage(Shared<kDim, true>& shared, int slot) {
-  constexpr int kChunks = kDim / 16;
+// Lane i finds where key `begin` + i lies; -1 from `end` on. All lanes are told by shuffles.
+__device__ __forceinline__ int slot_of(const Source& from, int begin, int end) {
+  const int key = begin + static_cast<int>(threadIdx.x) % 32;
+  return key < end ? (from.table[key >> from.shift] << from.shift) + (key & from.mask) : -1;
+}
+
+// Starts copying the rows of keys or values; zeros for those without a slot, and behind a head's end.
+template <int kThreads, int kChunks>
+__device__ __forceinline__ void stage(const Source& from, const char* cache, int slots, Tile<kChunks>& tile) {
+  const int c = static_cast<int>(threadIdx.x) % kChunks, row = static_cast<int>(threadIdx.x) / kChunks;
+#pragma unroll
+  for (int i = 0; i < kKeys; i += kThreads / kChunks) {
+    const int slot = __shfl_sync(kAllLanes, slots, row + i);
+    copy_async(tile.at(row + i, c), cache + static_cast<int64_t>(max(slot, 0)) * from.token,
+               from.inside && slot >= 0);
+  }
+}
+
+// Every thread widens what it has copied itself. Of every 16 dimensions of keys, as in registers, the first
+// of two products with eight takes the first two of every four.
+template <bool kE5M2, int kThreads, int kChunks>
+__device__ __forceinline__ void widen_keys(Tile<kChunks>& bytes, Tile<2 * kChunks>& tile) {
   for (int i = static_cast<int>(threadIdx.x); i < kKeys * kChunks; i += kThreads) {
     const int row = i / kChunks, c = i % kChunks;
-    widen<kE5M2>(shared.k_fp8[slot][row][c], shared.k[0], row, c);
-    widen<kE5M2>(shared.v_fp8[slot][row][c], shared.v[0], row, c);
+    const uint4 chunk = *bytes.at(row, c);
+    const uint2 a = widened<kE5M2>(chunk.x), b = widened<kE5M2>(chunk.y), d = widened<kE5M2>(chunk.z),
+                e = widened<kE5M2>(chunk.w);
+    *tile.at(row, 2 * c) = {a.x, b.x, d.x, e.x};
+    *tile.at(row, 2 * c + 1) = {a.y, b.y, d.y, e.y};
+  }
+}
+template <bool kE5M2, int kThreads, int kChunks>
+__device__ __forceinline__ void widen_values(Tile<kChunks>& bytes, Tile<2 * kChunks>& tile) {
+  for (int i = static_cast<int>(threadIdx.x); i < kKeys * kChunks; i += kThreads) {
+    widen<kE5M2>(*bytes.at(i / kChunks, i % kChunks), tile, i / kChunks, i % kChunks);
   }
 }
 
@@ -87,17 +144,23 @@ __device__ __forceinline__ void multiply(float (&low)[4], float (&high)[4], cons
   mma_bf16(high, a, second);
 }
 
-template <int kDim>
-__device__ __forceinline__ void score(const Queries<kDim>& q, Tile<kDim>& k, Scores<kKeys / 8>& scores) {
+// Where the lane's row begins of the matrices of 16 keys, and where of 16 values.
+template <int kChunks>
+__device__ __forceinline__ Place keys_at(Tile<kChunks>& k, int n) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-#pragma unroll
-  for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) scores[n][e] = 0.0f;
-  }
+  return place_of(k.at(16 * n + lane % 8 + lane / 16 * 8, lane / 8 % 2));
+}
+template <int kChunks>
+__device__ __forceinline__ Place values_at(Tile<kChunks>& v, int n) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  return place_of(v.at(16 * n + lane % 16, lane / 16));
+}
+
+template <int kDim>
+__device__ __forceinline__ void score(const Queries<kDim>& q, Tile<kDim / 8>& k, Scores<kKeys / 8>& scores) {
 #pragma unroll
   for (int n = 0; n < kKeys / 16; ++n) {
-    const Place first = place_of(k.at(16 * n + lane % 8 + lane / 16 * 8, lane / 8 % 2));
+    const Place first = keys_at(k, n);
 #pragma unroll
     for (int d = 0; d < kDim / 16; ++d) {
       uint32_t b[4];
@@ -108,11 +171,10 @@ __device__ __forceinline__ void score(const Queries<kDim>& q, Tile<kDim>& k, Sco
 }
 
 template <int kDim>
-__device__ __forceinline__ void mix(Softmax<kDim>& row, Tile<kDim>& v, const Weights& weights) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+__device__ __forceinline__ void mix(Softmax<kDim>& row, Tile<kDim / 8>& v, const Weights& weights) {
 #pragma unroll
   for (int n = 0; n < kKeys / 16; ++n) {
-    const Place first = place_of(v.at(16 * n + lane % 16, lane / 16));
+    const Place first = values_at(v, n);
 #pragma unroll
     for (int d = 0; d < kDim / 16; ++d) {
       uint32_t b[4];
@@ -122,16 +184,60 @@ __device__ __forceinline__ void mix(Softmax<kDim>& row, Tile<kDim>& v, const Wei
   }
 }
 
+// As above, of FP8. A chunk has 16 dimensions, and lane 4g + t gets four neighbours of key g in one word: the
+// dimensions 4t.. of one product, which the queries' lanes hold for it.
+template <int kDim, bool kE5M2>
+__device__ __forceinline__ void score_bytes(const Queries<kDim>& q, Tile<kDim / 16>& k,
+                                            Scores<kKeys / 8>& scores) {
+#pragma unroll
+  for (int n = 0; n < kKeys / 16; ++n) {
+    const Place first = keys_at(k, n);
+#pragma unroll
+    for (int d = 0; d < kDim / 32; ++d) {
+      uint32_t words[4];
+      load_matrices_at<false>(words, further(first, d));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint2 low = widened<kE5M2>(words[i]), high = widened<kE5M2>(words[2 + i]);
+        multiply(scores[2 * n], scores[2 * n + 1], q[2 * d + i], {low.x, low.y, high.x, high.y});
+      }
+    }
+  }
+}
+
+// A word has the dimensions 2g, 2g + 1 of the keys 2t and 2t + 1: the even dimensions are a product's
+// columns, and the odd ones another's (`pair_of` knows).
+template <int kDim, bool kE5M2>
+__device__ __forceinline__ void mix_bytes(Softmax<kDim>& row, Tile<kDim / 16>& v, const Weights& weights) {
+#pragma unroll
+  for (int n = 0; n < kKeys / 16; ++n) {
+    const Place first = values_at(v, n);
+#pragma unroll
+    for (int d = 0; d < kDim / 32; ++d) {
+      uint32_t words[4];
+      load_matrices_at<true>(words, further(first, d));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint2 low = widened_columns<kE5M2>(words[2 * i]),
+                    high = widened_columns<kE5M2>(words[2 * i + 1]);
+        const int at = 4 * d + 2 * i;
+        multiply(row.values[at], row.values[at + 1], weights[n], {low.x, high.x, low.y, high.y});
+      }
+    }
+  }
+}
+
 // --- a block
 
-template <int kDim>
+// FP8: of every 16 dimensions, the first of two products with eight takes the first two of every four.
+template <int kDim, bool kFp8>
 __device__ __forceinline__ void load_queries(const Work& w, const WarpRows& mine, Queries<kDim>& q) {
-  const int column = static_cast<int>(threadIdx.x) % 4 * 2;
+  const int lane = static_cast<int>(threadIdx.x) % 4;
 #pragma unroll
   for (int d = 0; d < kDim / 16; ++d) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {  // rows g, g + 8, then both eight dimensions further
-      const int at = 16 * d + e / 2 * 8 + column;
+    for (int e = 0; e < 4; ++e) {  // rows g, g + 8, then both of the second product with eight
+      const int at = 16 * d + (kFp8 ? 4 * lane + e / 2 * 2 : 2 * lane + e / 2 * 8);
       const int64_t head = mine.head[e % 2];
       const auto* from = static_cast<const BF16*>(w.q) + head * w.dim + at;
       q[d][e] = head >= 0 && at < w.dim ? *reinterpret_cast<const uint32_t*>(from) : 0;
@@ -139,82 +245,107 @@ __device__ __forceinline__ void load_queries(const Work& w, const WarpRows& mine
   }
 }
 
-// Keys [begin, end), begin a multiple of kKeys; `segment_done(row)` at the end of each segment, with the sums
-// of whole rows.
+// Keys [begin, end), begin a multiple of kKeys; `segment_done(row, segment)` at the end of each segment, with
+// the sums of whole rows.
 template <class Format, int kDim, bool kFp8, int kWarps, class F>
 __device__ __forceinline__ void walk(const Work& w, const Rows& rows, const WarpRows& mine,
-                                     Shared<kDim, kFp8>& shared, int begin, int end, const F& segment_done) {
-  constexpr int kThreads = 32 * kWarps;
-  const Paged paged = paged_of<kFp8 ? 1 : 2>(w, rows);
+                                     Shared<kDim, kFp8, kWarps>& shared, int begin, int end,
+                                     const F& segment_done) {
+  constexpr int kThreads = 32 * kWarps, kStages = Shared<kDim, kFp8, kWarps>::kStages;
+  constexpr bool kTiles = kWidensTiles<kFp8, kWarps>, kWords = kWidensWords<kFp8, kWarps>;
+  const Source from = source_of<Shared<kDim, kFp8, kWarps>::kChunks, kFp8 ? 1 : 2>(w, rows);
+  int slots = slot_of(from, begin, end);
+#pragma unroll
+  for (int i = 0; i < kStages; ++i) {
+    stage<kThreads>(from, from.k, slots, shared.k[i]);
+    copy_commit();
+    stage<kThreads>(from, from.v, slots, shared.v[i]);
+    copy_commit();
+    slots = slot_of(from, begin + (i + 1) * kKeys, end);
+  }
   const float logits = w.softmax_scale * factor(w.k_scale);
   const float scale = (w.softcap == 0.0f ? logits : w.softcap) * kLog2E;
+  const int least = position_of(w, rows, mine.first) + 1;  // keys that the first row sees
   Queries<kDim> q;
-  load_queries<kDim>(w, mine, q);
+  load_queries<kDim, kFp8>(w, mine, q);
   Softmax<kDim> row;
   row.start();
-  stage<kDim, kFp8, kThreads>(paged, shared, 0, begin, end);
-  copy_commit();
-  for (int at = begin, slot = 0; at < end; at += kKeys, slot ^= 1) {
-    if (at + kKeys < end) stage<kDim, kFp8, kThreads>(paged, shared, slot ^ 1, at + kKeys, end);
+  for (int at = begin, slot = 0; at < end; at += kKeys, slot = (slot + 1) % kStages) {
+    const bool visible = at < mine.most, more = at + kStages * kKeys < end;
+    Scores<kKeys / 8> scores = {};
+    Weights weights;
+    copy_wait<2 * kStages - 1>();
+    if constexpr (kTiles) widen_keys<is_e5m2<Format>, kThreads>(shared.k[slot], shared.wide.k);
+    wait_for_warps<kWarps>();
+    if (visible) {
+      if constexpr (kWords) {
+        score_bytes<kDim, is_e5m2<Format>>(q, shared.k[slot], scores);
+      } else if constexpr (kTiles) {
+        score<kDim>(q, shared.wide.k, scores);
+      } else {
+        score<kDim>(q, shared.k[slot], scores);
+      }
+    }
+    wait_for_warps<kWarps>();  // keys may be copied there again
+    if (more) stage<kThreads>(from, from.k, slots, shared.k[slot]);
     copy_commit();
-    copy_wait<1>();
-    if constexpr (kFp8) widen_stage<kDim, kThreads, is_e5m2<Format>>(shared, slot);
-    __syncthreads();
-    if (at < mine.most) {
-      const int now = kFp8 ? 0 : slot, seen[2] = {mine.seen[0] - at, mine.seen[1] - at};
-      Scores<kKeys / 8> scores;
-      Weights weights;
+    if (visible) {
+      const int seen[2] = {mine.seen[0] - at, mine.seen[1] - at};
       float correction[2];
-      score<kDim>(q, shared.k[now], scores);
       if (w.softcap != 0.0f) cap(scores, logits / w.softcap);
-      mask(scores, scale, seen);
+      at + kKeys > least ? mask(scores, scale, seen) : scale_all(scores, scale);
       if (at < mine.most - w.window) mask_before(scores, w.window, seen);  // the last row's begins here
       weigh<0>(row, scores, weights, correction);
       rescale(row, correction);
-      mix<kDim>(row, shared.v[now], weights);
     }
-    __syncthreads();  // the stage may be copied into again
+    copy_wait<2 * kStages - 1>();
+    if constexpr (kTiles) widen_values<is_e5m2<Format>, kThreads>(shared.v[slot], shared.wide.v);
+    wait_for_warps<kWarps>();
+    if (visible) {
+      if constexpr (kWords) {
+        mix_bytes<kDim, is_e5m2<Format>>(row, shared.v[slot], weights);
+      } else if constexpr (kTiles) {
+        mix<kDim>(row, shared.wide.v, weights);
+      } else {
+        mix<kDim>(row, shared.v[slot], weights);
+      }
+    }
+    wait_for_warps<kWarps>();  // so may values
+    if (more) stage<kThreads>(from, from.v, slots, shared.v[slot]);
+    copy_commit();
+    slots = slot_of(from, at + (kStages + 1) * kKeys, end);
     if ((at + kKeys) % kSegment == 0 || at + kKeys >= end) {
       for (int i = 0; i < 2; ++i) row.sum[i] = quad_sum(row.sum[i]);
-      segment_done(row);
+      segment_done(row, at / kSegment);
       row.start();
     }
   }
 }
 
-// The beginning of the tile that holds the first key that any row of the block may see.
-__device__ __forceinline__ int first_tile(const Work& w, const Rows& rows) {
-  return first_key(w, rows) / kKeys * kKeys;
-}
-
-// All segments, one after the other.
-template <class Format, int kDim, bool kFp8, int kWarps>
-__device__ __forceinline__ void walk_all(const Work& w, const Rows& rows, const WarpRows& mine,
-                                         Shared<kDim, kFp8>& shared, int end) {
-  Softmax<kDim> total;
-  total.start();
-  const int begin = first_tile(w, rows);
-  walk<Format, kDim, kFp8, kWarps>(w, rows, mine, shared, begin, end,
-                                   [&](const Softmax<kDim>& part) { join(total, part); });
-  store_rows(w, mine, total);
-}
-
-template <class Format, int kDim, bool kFp8, int kWarps>
-__global__ void __launch_bounds__(32 * kWarps, kWarps == 1 ? 8 : 2) attend(const __grid_constant__ Work w) {
+// With parts, blocks share the segments of their rows, else a block takes all of them.
+template <class Format, int kDim, bool kFp8, int kWarps, bool kParts>
+__global__ void __launch_bounds__(32 * kWarps, kWarps > 1 ? 2 : kParts ? kResident : 8)
+    attend(const __grid_constant__ Work w) {
+  constexpr bool kEvenOdd = kWidensWords<kFp8, kWarps>;
   after_earlier_kernels();
-  auto& shared = *reinterpret_cast<Shared<kDim, kFp8>*>(dynamic_shared());
+  auto& shared = *reinterpret_cast<Shared<kDim, kFp8, kWarps>*>(dynamic_shared());
   const Rows rows = rows_of<kWarpRows * kWarps>(w, static_cast<int>(blockIdx.x));
   if (rows.count == 0 || is_prompt(w, rows)) return;
   const WarpRows mine = warp_rows<kWarpRows>(w, rows);
+  const int first = first_key(w, rows) / kKeys * kKeys;      // the tile's that holds the first key to be seen
   const int end = position_of(w, rows, rows.count - 1) + 1;  // keys that the last row sees
-  if (w.values == nullptr) return walk_all<Format, kDim, kFp8, kWarps>(w, rows, mine, shared, end);
-  const int first = first_tile(w, rows);
-  for (int segment = first / kSegment + static_cast<int>(blockIdx.z); segment * kSegment < end;
-       segment += static_cast<int>(gridDim.z)) {
-    const int begin = max(segment * kSegment, first);
+  if constexpr (kParts) {
+    const Keys keys = keys_of_block(first, end);
+    if (keys.begin >= keys.end) return;
     walk<Format, kDim, kFp8, kWarps>(
-        w, rows, mine, shared, begin, min(end, (segment + 1) * kSegment),
-        [&](const Softmax<kDim>& part) { store_part<kDim>(w, mine, segment, part); });
+        w, rows, mine, shared, keys.begin, keys.end,
+        [&](const Softmax<kDim>& part, int segment) { store_part<kEvenOdd>(w, mine, segment, part); });
+  } else {
+    Softmax<kDim> total;
+    total.start();
+    walk<Format, kDim, kFp8, kWarps>(w, rows, mine, shared, first, end,
+                                     [&](const Softmax<kDim>& part, int) { join(total, part); });
+    store_rows<kEvenOdd>(w, mine, total);
   }
 }
 
@@ -224,8 +355,10 @@ template <class Format, int kDim, bool kFp8, int kWarps>
 void run(const Work& w, const MmaGrid& blocks, const OnDevice& device) {
   const dim3 grid(static_cast<unsigned>(blocks.tiles), static_cast<unsigned>(w.kv_heads),
                   static_cast<unsigned>(blocks.each));
-  launch_early(attend<Format, kDim, kFp8, kWarps>, grid, 32 * kWarps,
-               static_cast<int>(sizeof(Shared<kDim, kFp8>)), device.stream(), w);
+  const auto kernel = w.values == nullptr ? attend<Format, kDim, kFp8, kWarps, false>
+                                          : attend<Format, kDim, kFp8, kWarps, true>;
+  launch_early(kernel, grid, 32 * kWarps, static_cast<int>(sizeof(Shared<kDim, kFp8, kWarps>)),
+               device.stream(), w);
 }
 
 template <class Format, int kDim, bool kFp8>

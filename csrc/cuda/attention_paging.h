@@ -47,6 +47,17 @@ __device__ __forceinline__ void for_chunks_of(const Paged& paged, int begin, int
   }
 }
 
+// The upper halves of two FP32 numbers: exact where they are BF16 numbers.
+__device__ __forceinline__ uint32_t upper_halves(float low, float high) {
+  return __float_as_uint(low) >> 16 | (__float_as_uint(high) & 0xffff0000u);
+}
+__device__ __forceinline__ float low_half(uint32_t halves) {
+  return half_to_float(static_cast<uint16_t>(halves & 0xffff));
+}
+__device__ __forceinline__ float high_half(uint32_t halves) {
+  return half_to_float(static_cast<uint16_t>(halves >> 16));
+}
+
 // Four FP8 values to four BF16 numbers.
 template <bool kE5M2>
 __device__ __forceinline__ uint2 widened(uint32_t bytes) {
@@ -54,11 +65,16 @@ __device__ __forceinline__ uint2 widened(uint32_t bytes) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const uint32_t halves = decode_pair<kE5M2>(static_cast<uint16_t>(bytes >> (16 * i)));
-    const uint32_t low = __float_as_uint(half_to_float(static_cast<uint16_t>(halves & 0xffff)));
-    const uint32_t high = __float_as_uint(half_to_float(static_cast<uint16_t>(halves >> 16)));
-    word[i] = low >> 16 | (high & 0xffff0000u);
+    word[i] = upper_halves(low_half(halves), high_half(halves));
   }
   return {word[0], word[1]};
+}
+// The same, of two rows of two columns: first the first column, then the second.
+template <bool kE5M2>
+__device__ __forceinline__ uint2 widened_columns(uint32_t bytes) {
+  const uint32_t first = decode_pair<kE5M2>(static_cast<uint16_t>(bytes));
+  const uint32_t second = decode_pair<kE5M2>(static_cast<uint16_t>(bytes >> 16));
+  return {upper_halves(low_half(first), low_half(second)), upper_halves(high_half(first), high_half(second))};
 }
 
 // A chunk of FP8 values becomes two of a tile.

@@ -1,7 +1,7 @@
 // The softmax of attention on tensor cores, in registers: of scores as a product leaves them, to weights as
 // the next product takes them. A warp has 16 rows. Lane 4g + t has columns 2t, 2t + 1 of every eight, of rows
 // g (elements 0, 1) and g + 8 (2, 3), whether mma made the product or a warp's part of wgmma, so both kernels
-// go through this code in the same order: keys 32 at a time, the softmax afresh in each segment of 256 at
+// go through this code in the same order: keys 32 at a time, the softmax afresh in each segment of 128 at
 // absolute positions, a segment's result merged into the row's in order.
 #pragma once
 
@@ -13,7 +13,7 @@
 namespace fp8serve {
 namespace attention {
 
-constexpr int kStep = 32, kSegment = 256;  // keys
+constexpr int kStep = 32, kSegment = 128;  // keys
 constexpr int kWarpRows = 16;
 constexpr float kLog2E = 1.44269504088896341f;
 
@@ -163,6 +163,18 @@ __device__ __forceinline__ WarpRows warp_rows(const Work& w, const Rows& rows) {
 
 // --- segments
 
+// The keys of a block that shares those of its rows with others, `gridDim.z` in all: whole segments, next to
+// each other, so that what it copies need not stop between them. `first` and `end`: of the rows' keys.
+struct Keys {
+  int begin, end;  // none: begin >= end
+};
+__device__ __forceinline__ Keys keys_of_block(int first, int end) {
+  const int segment = first / kSegment, blocks = static_cast<int>(gridDim.z);
+  const int each = ((end + kSegment - 1) / kSegment - segment + blocks - 1) / blocks;
+  const int mine = segment + static_cast<int>(blockIdx.z) * each;
+  return {max(mine * kSegment, first), min((mine + each) * kSegment, end)};
+}
+
 // How a segment is added to what came before it.
 struct Merge {
   float maximum, before, segment;  // the new maximum; weights of the old sums and of the segment's
@@ -203,41 +215,56 @@ __device__ __forceinline__ void join(Softmax<kDim>& total, const Softmax<kDim>& 
   }
 }
 
-template <int kDim>
+// Two neighbouring dimensions of a row's result.
+struct Pair {
+  int dim;
+  float low, high;
+};
+// The lane's n-th pair of row i. `kEvenOdd`: of every 16 columns, the first eight are the even dimensions and
+// the others the odd ones (attention_mma.cu).
+template <bool kEvenOdd, int kDim>
+__device__ __forceinline__ Pair pair_of(const Sums<kDim>& values, int n, int i) {
+  const int lane = static_cast<int>(threadIdx.x) % 4, even = n / 2 * 2, element = 2 * i + n % 2;
+  if constexpr (kEvenOdd) return {8 * even + 4 * lane + n % 2 * 2, values[even][element], values[even + 1][element]};
+  return {8 * n + 2 * lane, values[n][2 * i], values[n][2 * i + 1]};
+}
+
+template <bool kEvenOdd = false, int kDim>
 __device__ __forceinline__ void store_rows(const Work& w, const WarpRows& mine, const Softmax<kDim>& total) {
   const float scale = factor(w.v_scale);
-  const int column = static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (mine.head[i] < 0) continue;
     const Sunk sunk = with_sink(w, mine.head[i], total.maximum[i], total.sum[i]);
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n) {
-      if (8 * n >= w.dim) continue;
-      auto* to = static_cast<BF16*>(w.out) + mine.head[i] * w.dim + 8 * n + column;
+      const Pair pair = pair_of<kEvenOdd, kDim>(total.values, n, i);
+      if (pair.dim >= w.dim) continue;
+      auto* to = static_cast<BF16*>(w.out) + mine.head[i] * w.dim + pair.dim;
       *reinterpret_cast<uint32_t*>(to) =
-          bfloat_pair(quotient(total.values[n][2 * i] * sunk.value_weight, sunk.sum) * scale,
-                      quotient(total.values[n][2 * i + 1] * sunk.value_weight, sunk.sum) * scale);
+          bfloat_pair(quotient(pair.low * sunk.value_weight, sunk.sum) * scale,
+                      quotient(pair.high * sunk.value_weight, sunk.sum) * scale);
     }
   }
 }
 
 // One segment, for merge_parts.
-template <int kDim>
+template <bool kEvenOdd = false, int kDim>
 __device__ __forceinline__ void store_part(const Work& w, const WarpRows& mine, int segment,
                                            const Softmax<kDim>& part) {
-  const int column = static_cast<int>(threadIdx.x) % 4 * 2;
+  const bool is_first = threadIdx.x % 4 == 0;
   const int64_t base = segment * rows_in_all(w);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (mine.head[i] < 0) continue;
     const int64_t at = base + mine.head[i];
-    if (column == 0) w.maxima[at] = part.maximum[i], w.sums[at] = part.sum[i];
+    if (is_first) w.maxima[at] = part.maximum[i], w.sums[at] = part.sum[i];
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n) {
-      if (8 * n >= w.dim) continue;
-      float* to = w.values + at * w.dim + 8 * n + column;
-      to[0] = part.values[n][2 * i], to[1] = part.values[n][2 * i + 1];
+      const Pair pair = pair_of<kEvenOdd, kDim>(part.values, n, i);
+      if (pair.dim < w.dim) {
+        *reinterpret_cast<float2*>(w.values + at * w.dim + pair.dim) = {pair.low, pair.high};
+      }
     }
   }
 }

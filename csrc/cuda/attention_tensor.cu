@@ -9,6 +9,8 @@
 // and launches no kernel for prompts.
 //
 // With few blocks every segment has a block of its own, and `merge_parts` merges what both kernels have left.
+#include <climits>
+
 #include "cuda/attention_softmax.h"
 #include "cuda/gemm_switches.h"
 
@@ -21,11 +23,13 @@ namespace attention {
 namespace {
 
 constexpr int kMergeThreads = 128;
+constexpr int kAhead = 32;  // segments whose values are loaded while their weights are found
 constexpr int kPromptRows = 64;
+constexpr int kEnough = 4;  // blocks of one warp a multiprocessor: with as many, one block does all segments
 constexpr int64_t kMostParts = int64_t{128} << 20;  // of parts; with more bytes, one block does all
 
 // A block merges the segments of one token of one head, in order: their weights first, side by side, then the
-// values, whose loads do not wait for each other.
+// values, whose loads wait neither for the weights nor for each other.
 __global__ void __launch_bounds__(kMergeThreads) merge_parts(const __grid_constant__ Work w) {
   after_earlier_kernels();
   __shared__ float maxima[kMergeThreads], sums[kMergeThreads], before[kMergeThreads], weight[kMergeThreads];
@@ -38,6 +42,11 @@ __global__ void __launch_bounds__(kMergeThreads) merge_parts(const __grid_consta
     const int64_t base = first * all + row;
     __syncthreads();
     if (me < count) maxima[me] = w.maxima[base + me * all], sums[me] = w.sums[base + me * all];
+    float ahead[kAhead];
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      ahead[j] = j < count && me < w.dim ? w.values[(base + j * all) * w.dim + me] : 0.0f;
+    }
     __syncthreads();
     float mine = maximum;
     for (int j = 0; j < count; ++j) {
@@ -49,8 +58,15 @@ __global__ void __launch_bounds__(kMergeThreads) merge_parts(const __grid_consta
       before[me] = m.before, weight[me] = m.segment;
     }
     __syncthreads();
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      if (j == count) break;
+      const Merge m{0.0f, before[j], weight[j]};
+      sum = merged(m, sum, sums[j]);
+      value = merged(m, value, ahead[j]);
+    }
 #pragma unroll 8
-    for (int j = 0; j < count; ++j) {
+    for (int j = kAhead; j < count; ++j) {
       const Merge m{0.0f, before[j], weight[j]};
       sum = merged(m, sum, sums[j]);
       if (me < w.dim) value = merged(m, value, w.values[(base + j * all) * w.dim + me]);
@@ -69,7 +85,7 @@ bool fits(const Call& call) {
   const Work& w = call.work;
   const bool types = w.query == Number::bf16 && (call.cache == ScalarType::BFloat16 || is_fp8(call.cache));
   const bool power_of_2 = (w.block_size & (w.block_size - 1)) == 0;
-  return types && power_of_2 && w.whole && w.dim % 16 == 0 && w.dim <= 128 && aligned(w.q, 4);
+  return types && power_of_2 && call.slots <= INT_MAX && w.whole && w.dim % 16 == 0 && w.dim <= 128 && aligned(w.q, 4);
 }
 
 // Whether some sequence may be a prompt, as far as the host knows.
@@ -88,11 +104,11 @@ MmaGrid mma_grid(const Call& call, bool prompts) {
   return {warps, tiles_of(w, call.tokens, kWarpRows * warps), 1};
 }
 
-// Whether every segment is to have blocks of its own, for `blocks` would not fill the device.
-bool is_apart(const Call& call, int64_t blocks, const OnDevice& device) {
+// Whether blocks are to share the segments of their rows, for `blocks` would not fill the device.
+bool is_apart(const Call& call, int64_t blocks, int64_t enough) {
   const Work& w = call.work;
   const int64_t bytes = int64_t{4} * w.segments * call.tokens * w.heads * (w.dim + 2);
-  return w.segments > 1 && blocks < 2 * device.multiprocessors() && bytes <= kMostParts;
+  return w.segments > 1 && blocks < enough && bytes <= kMostParts;
 }
 
 void merge(const Work& w, int64_t tokens, const OnDevice& device) {
@@ -111,11 +127,14 @@ bool attend_on_tensor_cores(const Call& asked, const OnDevice& device, const Ten
   if (prompts) w.prompt_rows = kPromptRows;
   MmaGrid grid = mma_grid(call, prompts);
   const int64_t blocks = (prompts ? tiles_of(w, call.tokens, kPromptRows) : grid.tiles) * w.kv_heads;
-  const bool apart = is_apart(call, blocks, device);
+  const bool apart = is_apart(call, blocks, (grid.warps == 1 && !prompts ? kEnough : 2) * device.multiprocessors());
   std::optional<Tensor> parts;
   if (apart) {
     parts = make_parts(w, call.tokens, allocator);
-    const int64_t wanted = ceil_over(8 * device.multiprocessors(), grid.tiles * w.kv_heads);
+    // As many as are resident at once: more would wait for the others, to begin anew. A sequence has a tile at
+    // least, and the average has no more where there is one warp a block.
+    const int64_t tiles = grid.warps == 1 && !prompts ? w.sequences : grid.tiles;
+    const int64_t wanted = ceil_over(kResident * device.multiprocessors(), tiles * w.kv_heads);
     grid.each = std::min<int64_t>(w.segments, wanted);
   }
 #if FP8SERVE_HAVE_wgmma

@@ -12,7 +12,7 @@
 // warpgroup's first 32 keys are multiplied with their values, it makes the weights of the next 32.
 //
 // Order. As in attention_mma.cu, by the same code (attention_softmax.h): the softmax goes on by 32 keys,
-// which is why a tile of 64 is weighed and mixed in halves, starts afresh every 256, and products add 16 of K
+// which is why a tile of 64 is weighed and mixed in halves, starts afresh every 128, and products add 16 of K
 // at a time. Tiles begin at multiples of 64, so up to 32 keys before a block's first may be read besides, and
 // a warpgroup goes through all tiles that any of its 64 rows sees: weights of 0 change nothing. Blocks with
 // the longest contexts are first in line.
@@ -27,6 +27,7 @@ namespace {
 constexpr int kGroupRows = 64, kGroups = 2, kBlockRows = kGroupRows * kGroups;
 constexpr int kThreads = 128 * kGroups;
 constexpr int kKeys = 64;
+constexpr int kLeastSegments = 2;  // of a block, with a context of the most keys that there may be
 static_assert(kKeys == 2 * kStep && kSegment % kKeys == 0);
 
 // [kRows][kDim] BF16 in panels of 64 columns, as wgmma_matrix.h has them.
@@ -154,8 +155,8 @@ __device__ __forceinline__ void attend_to_tile(const Walk& walk, Softmax<kDim>& 
 
 // --- a block
 
-// Keys [begin, end), begin a multiple of kKeys; `segment_done(row)` at the end of each segment, with the sums
-// of whole rows.
+// Keys [begin, end), begin a multiple of kKeys; `segment_done(row, segment)` at the end of each segment, with
+// the sums of whole rows.
 template <class Format, int kDim, bool kFp8, class F>
 __device__ __forceinline__ void go_through(const Work& w, const Rows& rows, const WarpRows& mine,
                                            Shared<kDim, kFp8>& shared, int begin, int end,
@@ -186,7 +187,7 @@ __device__ __forceinline__ void go_through(const Work& w, const Rows& rows, cons
     }
     if ((at + kKeys) % kSegment == 0 || at + kKeys >= end) {
       for (int i = 0; i < 2; ++i) row.sum[i] = quad_sum(row.sum[i]);
-      segment_done(row);
+      segment_done(row, at / kSegment);
       row.start();
     }
   }
@@ -205,15 +206,14 @@ __global__ void __launch_bounds__(kThreads, 1) attend_to_prompt(const __grid_con
     Softmax<kDim> total;
     total.start();
     go_through<Format>(w, rows, mine, shared, first, end,
-                       [&](const Softmax<kDim>& part) { join(total, part); });
+                       [&](const Softmax<kDim>& part, int) { join(total, part); });
     store_rows(w, mine, total);
     return;
   }
-  const int segment = static_cast<int>(blockIdx.z), begin = max(segment * kSegment, first),
-            last = min(end, (segment + 1) * kSegment);
-  if (begin >= last) return;
-  go_through<Format>(w, rows, mine, shared, begin, last,
-                     [&](const Softmax<kDim>& part) { store_part<kDim>(w, mine, segment, part); });
+  const Keys keys = keys_of_block(first, end);
+  if (keys.begin >= keys.end) return;
+  go_through<Format>(w, rows, mine, shared, keys.begin, keys.end,
+                     [&](const Softmax<kDim>& part, int segment) { store_part(w, mine, segment, part); });
 }
 
 // --- launch
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_to_prompt(const __grid_con
 template <class Format, int kDim, bool kFp8>
 void run(const Work& w, int64_t tokens, const OnDevice& device) {
   const dim3 grid(static_cast<unsigned>(tiles_of(w, tokens, kBlockRows)), static_cast<unsigned>(w.kv_heads),
-                  w.values == nullptr ? 1 : static_cast<unsigned>(w.segments));
+                  w.values == nullptr ? 1 : static_cast<unsigned>(ceil_over(w.segments, kLeastSegments)));
   launch_early(attend_to_prompt<Format, kDim, kFp8>, grid, kThreads,
                static_cast<int>(sizeof(Shared<kDim, kFp8>)), device.stream(), w);
 }

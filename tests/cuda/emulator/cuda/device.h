@@ -39,6 +39,9 @@ struct uint2 {
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
+struct alignas(8) float2 {
+  float x, y;
+};
 struct alignas(16) float4 {
   float x, y, z, w;
 };
@@ -137,6 +140,18 @@ T __shfl_up_sync(uint32_t, T value, int step) {
   const int self = emulator::machine.running % 32;
   return emulator::exchange(value, [&](auto of) { return of(self < step ? self : self - step); });
 }
+template <class T>
+T __shfl_sync(uint32_t, T value, int from) {
+  return emulator::exchange(value, [&](auto of) { return of(from % 32); });
+}
+inline uint32_t __ballot_sync(uint32_t, bool vote) {
+  return emulator::exchange(vote, [](auto of) {
+    uint32_t votes = 0;
+    for (int i = 0; i < 32; ++i) votes |= static_cast<uint32_t>(of(i)) << i;
+    return votes;
+  });
+}
+inline int __popc(uint32_t bits) { return std::popcount(bits); }
 inline int atomicMax(int* at, int value) {
   std::atomic_ref<int> memory(*at);
   const int before = memory.load(std::memory_order_relaxed);
