@@ -42,9 +42,35 @@ struct Problems {
 
 constexpr int kDescribing = 128;  // threads
 
+// Block scales of grouped_wgrad, expert after expert: [rows, blocks of the expert] each. CUTLASS's grouped
+// kernels for Hopper take nothing else: they derive the layout of scales from the problem and ignore
+// layout_SFA, SFB.
+struct PackedScales {
+  const float *a = nullptr, *b = nullptr;
+};
+
+// One thread for each of scales [rows, blocks], which lie as grouped_wgrad gets them.
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads)
+    pack_scales(const __grid_constant__ Grouped all, const float* from, float* to, int rows, int blocks) {
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int row = static_cast<int>(at / blocks), block = static_cast<int>(at % blocks);
+  if (row >= rows) return;
+  int before = 0;
+  for (int expert = 0; expert < all.experts; ++expert) {
+    const int own = (max(0, all.end(expert) - all.begin(expert)) + kScaleBlock - 1) / kScaleBlock;
+    if (block < before + own) {
+      to[static_cast<int64_t>(before) * rows + static_cast<int64_t>(row) * own + block - before] = from[at];
+      return;
+    }
+    before += own;
+  }
+}
+
 template <class Types>
 __global__ void __launch_bounds__(kDescribing)
-    describe(const __grid_constant__ Grouped all, const __grid_constant__ Problems<Types> to) {
+    describe(const __grid_constant__ Grouped all, const __grid_constant__ Problems<Types> to,
+             const __grid_constant__ PackedScales packed) {
   const int expert = static_cast<int>(blockIdx.x * kDescribing + threadIdx.x);
   if (expert >= all.experts) return;
   const Gemm g = all.of(expert);
@@ -60,9 +86,12 @@ __global__ void __launch_bounds__(kDescribing)
   get<0>(to.out_stride[expert]) = g.n;
   if constexpr (Types::kBlocked) {
     using Scales = typename Types::Scales;
-    const int a_k = all.all.a_scale.blocks * kScaleBlock, b_k = all.all.b_scale.blocks * kScaleBlock;
-    to.a_scale_layout[expert] = Scales::tile_atom_to_shape_SFA(make_shape(g.m, g.n, a_k, 1));
-    to.b_scale_layout[expert] = Scales::tile_atom_to_shape_SFB(make_shape(g.m, g.n, b_k, 1));
+    to.a_scale_layout[expert] = Scales::tile_atom_to_shape_SFA(make_shape(g.m, g.n, g.k, 1));
+    to.b_scale_layout[expert] = Scales::tile_atom_to_shape_SFB(make_shape(g.m, g.n, g.k, 1));
+    if (packed.a != nullptr && g.k > 0) {  // of(expert) has counted the blocks of the experts before
+      to.a_scale[expert] = packed.a + (g.a_scale.data - all.all.a_scale.data) * g.m;
+      to.b_scale[expert] = packed.b + (g.b_scale.data - all.all.b_scale.data) * g.n;
+    }
   }
 }
 
@@ -116,10 +145,33 @@ struct GroupedKernel : Types<Config, A, B, Out, kScaleRowsB, true> {
                                      {},
                                      {}};
     args.hw_info.sm_count = device.multiprocessors();
+    std::optional<Tensor> scales;
+    PackedScales packed;
+    if constexpr (Types::kBlocked) {
+      if (g.along_k) scales = packed_scales(g, device, allocator, packed);
+    }
     launch(describe<Types>, static_cast<unsigned>(ceil_over(g.experts, kDescribing)), kDescribing, 0,
-           device.stream(), g, arrays);
+           device.stream(), g, arrays, packed);
     if (g.along_k) fill_zeros(g, device);
     return launch_unless_refused<Adapter>(args, device, allocator);
+  }
+
+  // The memory of both operands' scales, which `packed` names.
+  static Tensor packed_scales(const Grouped& g, const OnDevice& device, const Tensor& allocator,
+                              PackedScales& packed) {
+    const auto pack = [&](const Scale& scale, int rows, float* to) {
+      const int64_t count = static_cast<int64_t>(rows) * scale.blocks;
+      launch(pack_scales<256>, static_cast<unsigned>(ceil_over(count, 256)), 256, 0, device.stream(), g,
+             scale.data, to, rows, scale.blocks);
+      return count;
+    };
+    const int64_t all = static_cast<int64_t>(g.all.m) * g.all.a_scale.blocks +
+                        static_cast<int64_t>(g.all.n) * g.all.b_scale.blocks;
+    const Tensor memory = empty(allocator, {all}, ScalarType::Float);
+    packed.a = data<float>(memory);
+    packed.b = packed.a + pack(g.all.a_scale, g.all.m, data<float>(memory));
+    pack(g.all.b_scale, g.all.n, data<float>(memory) + (packed.b - packed.a));
+    return memory;
   }
 
   static void fill_zeros(const Grouped& g, const OnDevice& device) {

@@ -31,12 +31,11 @@ __device__ __forceinline__ void expect_weights(const Gemm& g) {
   if (at < g.k) expect(g.b + static_cast<int64_t>(min(row, g.n - 1)) * g.k + at);
 }
 
-// Activations as they lie: sixteen bytes of a token's row.
+// Activations as they lie: sixteen values in one piece of 16 bytes.
 struct AsTheyAre {
-  static constexpr int kPieces = 1,
-                       kMostAhead = 2;  // 16 bytes for 16 values; groups of tokens asked for ahead
-  __device__ __forceinline__ const void* piece(const Gemm& g, int token, int at, int) const {
-    return g.a + static_cast<int64_t>(token) * g.k + at;
+  static constexpr int kPieces = 1, kMostAhead = 2;  // kMostAhead: groups of eight tokens asked for ahead
+  __device__ __forceinline__ const uint8_t* row(const Gemm& g, int token) const {
+    return g.a + static_cast<int64_t>(token) * g.k;
   }
   __device__ __forceinline__ uint4 values(const uint4 (&raw)[1], int) { return raw[0]; }
   __device__ __forceinline__ void tell() const {}
@@ -48,8 +47,8 @@ class Casting {
   static constexpr int kPieces = 2, kMostAhead = 1;
   __device__ Casting(const Gemm& g, const ToCast& from)
       : from_(from), scale_(*from.scale), counted_(from.out.counted_rows(g.m)) {}
-  __device__ __forceinline__ const void* piece(const Gemm& g, int token, int at, int which) const {
-    return from_.x + static_cast<int64_t>(token) * g.k + at + which * kChunk;
+  __device__ __forceinline__ const uint8_t* row(const Gemm& g, int token) const {
+    return reinterpret_cast<const uint8_t*>(from_.x + static_cast<int64_t>(token) * g.k);
   }
   __device__ __forceinline__ uint4 values(const uint4 (&raw)[2], int token) {
     const Chunk low = unpack(Raw<BF16>{{raw[0]}}), high = unpack(Raw<BF16>{{raw[1]}});
@@ -79,92 +78,100 @@ class Casting {
   unsigned found_ = 0;
 };
 
-// What a lane needs of a block of K, asked for kAhead blocks before it is used: copies to shared memory go on
-// while others are multiplied, and need no registers. A thread reads only what its own copies have brought,
-// so it waits for no other. Of many tokens the activations are read when they are used, from the caches.
+// What a warp needs of a block of K, asked for kAhead blocks before it is used: copies to shared memory go on
+// while others are multiplied, and need no registers. They are of whole lines: half lines cost the
+// second-level cache as much. Only the warp itself reads what it has copied. Of many tokens the activations
+// are read when they are used, from the caches.
 template <int kGroups, class From>
 class Asked {
  public:
   static constexpr int kAhead = 2;
   static constexpr bool kActivations = kGroups <= From::kMostAhead;
-  static constexpr int kHalves = 2;             // of a block of K, each 64 bytes of a row: 16 of a lane
-  static constexpr int kWeights = 2 * kHalves;  // pieces of 16 bytes, of rows g and g + 8
-  static constexpr int kPieces = kWeights + (kActivations ? kGroups * kHalves * From::kPieces : 0);
-  static constexpr int kBytes = 16 * kAhead * kPieces;  // of a thread
+  static constexpr int kBytes =
+      kAhead * (kRows + (kActivations ? 8 * kGroups * From::kPieces : 0)) * kLine;  // of a warp
 
-  __device__ Asked(const Gemm& g, int row, int column) : g_(g), row_(row), column_(column) {}
+  __device__ Asked(const Gemm& g, int n0)
+      : g_(g),
+        n0_(n0),
+        lane_(static_cast<int>(threadIdx.x) % 32),
+        memory_(dynamic_shared() + static_cast<int>(threadIdx.x) / 32 * kBytes) {}
 
   // Asks for a block of K; beyond the last for nothing.
   __device__ __forceinline__ void ask(const From& from, int block, int blocks) {
+    __syncwarp();  // all lanes have read what lay there
     if (block < blocks) {
+      const int k = block * kScaleBlock;
 #pragma unroll
-      for (int half = 0; half < kHalves; ++half) {
-        const int at = block * kScaleBlock + half * 64 + column_;
-#pragma unroll
-        for (int eight = 0; eight < 2; ++eight) {
-          const int row = min(row_ + 8 * eight, g_.n - 1);
-          copy_async(slot(2 * half + eight), g_.b + static_cast<int64_t>(row) * g_.k + at, at < g_.k);
-        }
-        if constexpr (kActivations) ask_activations(from, half, at);
+      for (int i = 0; i < kRows / 4; ++i) {
+        const int row = lane_ / 8 + 4 * i, at = k + lane_ % 8 * 16;
+        const uint8_t* source = g_.b + static_cast<int64_t>(min(n0_ + row, g_.n - 1)) * g_.k;
+        copy_async(weight(row, lane_ % 8), source + at, at < g_.k);
       }
+      if constexpr (kActivations) ask_activations(from, k);
     }
     copy_commit();
     turn_ ^= 1;
   }
   // Waits for the block that was asked for first.
-  __device__ __forceinline__ void wait() { copy_wait<kAhead - 1>(); }
+  __device__ __forceinline__ void wait() {
+    copy_wait<kAhead - 1>();
+    __syncwarp();
+  }
 
-  __device__ __forceinline__ uint4 weights(int half, int eight) const { return read(2 * half + eight); }
-  __device__ __forceinline__ uint4 activations(From& from, int group, int half, int at) const {
-    const int token = of(group);
+  // A lane's sixteen values of a half of the block, of weight rows lane / 4 and that + 8, or of a token.
+  __device__ __forceinline__ uint4 weights(int half, int eight) const {
+    return *reinterpret_cast<const uint4*>(weight(lane_ / 4 + 8 * eight, half * 4 + lane_ % 4));
+  }
+  __device__ __forceinline__ uint4 activations(From& from, int group, int half, int block) const {
+    const int token = group * 8 + lane_ / 4, first = half * 4 + lane_ % 4;
+    const int k = block * kScaleBlock + first * 16;
     uint4 raw[From::kPieces] = {};
 #pragma unroll
     for (int p = 0; p < From::kPieces; ++p) {
       if constexpr (kActivations) {
-        raw[p] = read(activation(group, half, p));
-      } else if (token < g_.m && at < g_.k) {
-        raw[p] = *static_cast<const uint4*>(from.piece(g_, token, at, p));
+        raw[p] = *reinterpret_cast<const uint4*>(activation(token, first * From::kPieces + p));
+      } else if (token < g_.m && k < g_.k) {
+        raw[p] = reinterpret_cast<const uint4*>(from.row(g_, token))[k / 16 * From::kPieces + p];
       }
     }
     return from.values(raw, token);
   }
 
  private:
-  __device__ __forceinline__ void ask_activations(const From& from, int half, int at) {
+  __device__ __forceinline__ void ask_activations(const From& from, int k) {
+    constexpr int kEach = 8 * From::kPieces;  // pieces of a token
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
-      const bool valid = of(group) < g_.m && at < g_.k;
-#pragma unroll
-      for (int p = 0; p < From::kPieces; ++p) {
-        copy_async(slot(activation(group, half, p)), valid ? from.piece(g_, of(group), at, p) : g_.a, valid);
-      }
+    for (int i = 0; i < 8 * kGroups * kEach / 32; ++i) {
+      const int token = (lane_ + 32 * i) / kEach, piece = (lane_ + 32 * i) % kEach;
+      const bool valid = token < g_.m && k + piece / From::kPieces * 16 < g_.k;
+      const uint8_t* source = from.row(g_, valid ? token : 0) + (k / 16 * From::kPieces + piece) * 16;
+      copy_async(activation(token, piece), valid ? source : g_.b, valid);
     }
   }
-  static __device__ __forceinline__ int of(int group) {
-    return group * 8 + static_cast<int>(threadIdx.x) % 32 / 4;
+  // Where a piece of 16 bytes lies; the second halves of every other row change places with the first ones,
+  // and neighbouring pieces of BF16, so that lanes that read eight rows at once find them in different banks.
+  __device__ __forceinline__ unsigned char* weight(int row, int piece) const {
+    return slot() + row * kLine + (piece ^ row % 2 * 4) * 16;
   }
-  static __device__ __forceinline__ int activation(int group, int half, int p) {
-    return kWeights + (group * kHalves + half) * From::kPieces + p;
+  __device__ __forceinline__ unsigned char* activation(int token, int piece) const {
+    const int other = From::kPieces == 1 ? 4 : 1;
+    return slot() + (kRows + token * From::kPieces) * kLine + (piece ^ token % 2 * other) * 16;
   }
-  __device__ __forceinline__ unsigned char* slot(int piece) const {
-    return dynamic_shared() + ((turn_ * kPieces + piece) * blockDim.x + threadIdx.x) * 16;
-  }
-  __device__ __forceinline__ uint4 read(int piece) const {
-    return *reinterpret_cast<const uint4*>(slot(piece));
-  }
+  __device__ __forceinline__ unsigned char* slot() const { return memory_ + turn_ * (kBytes / kAhead); }
 
   const Gemm& g_;
-  int row_, column_;
-  int turn_ = 0;  // where the next block asked for will lie, and where the first one lies that was
+  int n0_, lane_,
+      turn_ = 0;  // turn: of the block that is used, and of the one that is asked for in its place
+  unsigned char* memory_;
 };
 
 // 16 weight rows x 8 tokens over 128 of K.
 template <Element kElement, class Pieces, class From>
 __device__ __forceinline__ void multiply(float (&part)[4], const Pieces& asked, From& from, int group,
-                                         int at) {
+                                         int block) {
 #pragma unroll
-  for (int half = 0; half < Pieces::kHalves; ++half) {
-    const uint4 x = asked.activations(from, group, half, at + half * 64);
+  for (int half = 0; half < 2; ++half) {
+    const uint4 x = asked.activations(from, group, half, block);
     const uint4 low = asked.weights(half, 0), high = asked.weights(half, 1);
     multiply_add<kElement, kElement>(part, {low.x, high.x, low.y, high.y}, {x.x, x.y});
     multiply_add<kElement, kElement>(part, {low.z, high.z, low.w, high.w}, {x.z, x.w});
@@ -227,10 +234,10 @@ template <Element kElement, int kGroups, bool kInside, class From>
 __device__ __forceinline__ void compute(const Gemm& g, From from) {
   __shared__ Sums<kGroups> sums;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  const int n0 = static_cast<int>(blockIdx.x) * kRows, row = n0 + lane / 4, piece = lane % 4 * 16;
+  const int n0 = static_cast<int>(blockIdx.x) * kRows, row = n0 + lane / 4;
   const int blocks = (g.k + kScaleBlock - 1) / kScaleBlock, stride = static_cast<int>(blockDim.x) / 32;
   using Pieces = Asked<kGroups, From>;
-  Pieces asked(g, row, piece);
+  Pieces asked(g, n0);
 #pragma unroll
   for (int i = 0; i < Pieces::kAhead; ++i) asked.ask(from, warp + i * stride, blocks);
   float total[kGroups][4] = {};
@@ -244,7 +251,7 @@ __device__ __forceinline__ void compute(const Gemm& g, From from) {
 #pragma unroll
     for (int j = 0; j < kGroups; ++j) {
       float part[4] = {};
-      multiply<kElement>(part, asked, from, j, block * kScaleBlock + piece);
+      multiply<kElement>(part, asked, from, j, block);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int of = j * 8 + lane % 4 * 2 + e % 2;
@@ -296,7 +303,7 @@ __global__ void __launch_bounds__(kMostTeams* kThreads) grouped_stream(const __g
   compute<Element::e4m3, kGroupsOfExpert, kInside>(g, AsTheyAre());
 }
 
-// A kernel, and the shared memory that a thread of it needs.
+// A kernel, and the shared memory that a warp of it needs.
 template <class Kernel>
 struct Launched {
   Kernel* kernel;
@@ -325,7 +332,7 @@ auto casting_kernel_for(int m) {
 // must not change the order of a sum.
 int threads_for(const Gemm& g, const OnDevice& device) {
   const int64_t blocks = ceil_over(g.n, kRows), steps = ceil_over(ceil_over(g.k, kScaleBlock), kWarps);
-  constexpr int kMost = kMostTeams * kThreads * Asked<2, AsTheyAre>::kBytes + int{sizeof(Sums<2>)};
+  constexpr int kMost = kMostTeams * kWarps * Asked<2, AsTheyAre>::kBytes + int{sizeof(Sums<2>)};
   const bool both = steps > 1 && blocks < 3 * device.multiprocessors() && device.shared_bytes() >= kMost;
   return both ? kMostTeams * kThreads : kThreads;
 }
@@ -336,7 +343,7 @@ template <class Kernel, class... A>
 void launch_stream(const Launched<Kernel>& of, const Gemm& g, dim3 grid, const OnDevice& device,
                    const A&... args) {
   const int threads = threads_for(g, device);
-  launch_early(of.kernel, grid, threads, threads * of.bytes, device.stream(), args...);
+  launch_early(of.kernel, grid, threads, threads / 32 * of.bytes, device.stream(), args...);
 }
 
 }  // namespace
