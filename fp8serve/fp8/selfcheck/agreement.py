@@ -14,9 +14,9 @@ from fp8serve.fp8.ops.arithmetic import FP8_MAX
 from fp8serve.fp8.ops.registry import reference
 
 EXACT = frozenset({
-    "quantize", "quantize_transpose", "quantize_current", "quantize_rowwise", "quantize_block", "transpose_fp8",
-    "grouped_quantize", "delayed_update", "write_kv", "rotary", "rotary_write_kv", "sample",
-    "pack_weight", "look_up", "sort_by_expert", "add_weighted",
+    "quantize", "quantize_transpose", "quantize_delayed", "quantize_current", "quantize_rowwise", "quantize_block",
+    "transpose_fp8", "transpose_half", "grouped_quantize", "delayed_update", "write_kv", "rotary", "rotary_write_kv",
+    "sample", "pack_weight", "look_up", "sort_by_expert", "add_weighted",
 })  # fmt: skip
 _PRODUCTS = frozenset({"scaled_mm", "scaled_mm_add", "mm", "grouped_mm"})
 # How far a value may be from the reference, of the size of what was summed, beside roundings to its type: tensor cores
