@@ -100,6 +100,13 @@ FP8_INLINE float scale_for(float amax, float fp8_max, bool power_2) {
   return std::bit_cast<float>(power_2 ? finite & kInfinity : finite);
 }
 
+// What dequantizes data that were quantized by `scale`. NaN on request where the `amax` that the scale was
+// made of is infinite: a cast saturates, and those who look for values that are not finite must see it.
+FP8_INLINE float inverse_of(float scale, float amax, bool infinity_is_nan) {
+  const bool hides = infinity_is_nan && std::bit_cast<int32_t>(amax) >= kInfinity;
+  return hides ? std::bit_cast<float>(0x7fc00000) : 1.0f / scale;
+}
+
 // sum * a * b, rounded after each product. Where a is far from 1 and b lies on the other side of 1, the
 // first product may leave the range of FP32 though the second would bring it back: then a factor of 2^64 is
 // moved from one to the other, which changes no bit of a result that stays in range. Within 2^-64 to 2^64

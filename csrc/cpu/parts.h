@@ -18,7 +18,8 @@ Pair rms_norm_quantize(const Tensor& x, const Tensor& weight, double eps, const 
                        ScalarType dtype);
 Pair silu_mul_quantize(const Tensor& gate, const Tensor& up, const Tensor& scale, ScalarType dtype);
 
-Pair quantize_strips(const Tensor& x, ScalarType dtype, bool power_2, int64_t strip_rows, int64_t width);
+Pair quantize_strips(const Tensor& x, ScalarType dtype, bool power_2, int64_t strip_rows, int64_t width,
+                     bool infinity_is_nan = false);
 
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps);
 Tensor silu_mul(const Tensor& gate, const Tensor& up);

@@ -62,7 +62,7 @@ template <class F>
 struct QuantizeStrip {
   template <class T>
   static FP8_INLINE void run(const T* x, uint8_t* q, int64_t rows, int64_t cols, int64_t width, bool power_2,
-                             float* scales, float* scale_inv) {
+                             bool infinity_is_nan, float* scales, float* scale_inv) {
     const int64_t tiles = cols == 0 ? 1 : (cols + width - 1) / width;
     for (int64_t t = 0; t < tiles; ++t) scales[t] = 0.0f;
     for (int64_t r = 0; r < rows; ++r) {
@@ -72,8 +72,9 @@ struct QuantizeStrip {
       }
     }
     for (int64_t t = 0; t < tiles; ++t) {
-      scales[t] = scale_for(scales[t], F::max(), power_2);
-      scale_inv[t] = 1.0f / scales[t];
+      const float amax = scales[t];
+      scales[t] = scale_for(amax, F::max(), power_2);
+      scale_inv[t] = inverse_of(scales[t], amax, infinity_is_nan);
     }
     for (int64_t r = 0; r < rows; ++r) {
       for (int64_t t = 0; t < tiles; ++t) {
@@ -148,26 +149,28 @@ Pair quantize(const Tensor& x_in, const Tensor& scale, ScalarType dtype) {
 
 namespace {
 
-Pair quantize_current(const Tensor& x_in, ScalarType dtype, bool power_2) {
+Pair quantize_current(const Tensor& x_in, ScalarType dtype, bool power_2, bool infinity_is_nan) {
   const Contract check("quantize_current");
   const Tensor x = input(check, x_in, dtype);
   Tensor q = quantized_like(x, dtype);
-  float scale = 1.0f;
+  float amax = 0.0f, scale = 1.0f;
   with_types(dtype, x.scalar_type(), [&](auto fmt, auto elem) {
     using F = typename decltype(fmt)::type;
     const auto* in = data<typename decltype(elem)::type>(x);
     auto* out = data<uint8_t>(q);
-    scale = scale_for(amax_of(in, x.numel()), F::max(), power_2);
+    amax = amax_of(in, x.numel());
+    scale = scale_for(amax, F::max(), power_2);
     parallel_grains(x.numel(), [&](int64_t begin, int64_t count) {
       dispatch<CastRow<F>>(in + begin, out + begin, count, scale);
     });
   });
-  return {q, scalar(1.0f / scale)};
+  return {q, scalar(inverse_of(scale, amax, infinity_is_nan))};
 }
 
 }  // namespace
 
-Pair quantize_strips(const Tensor& x, ScalarType dtype, bool power_2, int64_t strip_rows, int64_t width) {
+Pair quantize_strips(const Tensor& x, ScalarType dtype, bool power_2, int64_t strip_rows, int64_t width,
+                     bool infinity_is_nan) {
   const int64_t rows = x.size(0), cols = x.size(1);
   const int64_t strips = (rows + strip_rows - 1) / strip_rows;
   const int64_t tiles = width == 0 ? 1 : (cols + width - 1) / width;
@@ -185,8 +188,8 @@ Pair quantize_strips(const Tensor& x, ScalarType dtype, bool power_2, int64_t st
         const int64_t offset = s * strip_rows * cols;
         const int64_t count = std::min(strip_rows, rows - s * strip_rows);
         dispatch<QuantizeStrip<F>>(in + offset, data<uint8_t>(q) + offset, count, cols,
-                                   width == 0 ? std::max<int64_t>(cols, 1) : width, power_2, scales,
-                                   data<float>(scale_inv) + s * tiles);
+                                   width == 0 ? std::max<int64_t>(cols, 1) : width, power_2, infinity_is_nan,
+                                   scales, data<float>(scale_inv) + s * tiles);
       }
     });
   });
@@ -195,20 +198,21 @@ Pair quantize_strips(const Tensor& x, ScalarType dtype, bool power_2, int64_t st
 
 namespace {
 
-Pair quantize_rowwise(const Tensor& x_in, ScalarType dtype, bool power_2) {
+Pair quantize_rowwise(const Tensor& x_in, ScalarType dtype, bool power_2, bool infinity_is_nan) {
   const Contract check("quantize_rowwise");
   const Tensor x = input(check, x_in, dtype);
   check.rank("x", x, 2);
-  return quantize_strips(x, dtype, power_2, 1, 0);
+  return quantize_strips(x, dtype, power_2, 1, 0, infinity_is_nan);
 }
 
-Pair quantize_block(const Tensor& x_in, ScalarType dtype, int64_t block_rows, bool power_2) {
+Pair quantize_block(const Tensor& x_in, ScalarType dtype, int64_t block_rows, bool power_2,
+                    bool infinity_is_nan) {
   const Contract check("quantize_block");
   const Tensor x = input(check, x_in, dtype);
   check.rank("x", x, 2);
   check.require(block_rows == 1 || block_rows == kBlock, "block_rows", "is ", block_rows,
                 ", must be 1 or 128");
-  return quantize_strips(x, dtype, power_2, block_rows, kBlock);
+  return quantize_strips(x, dtype, power_2, block_rows, kBlock, infinity_is_nan);
 }
 
 }  // namespace

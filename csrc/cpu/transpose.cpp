@@ -1,18 +1,20 @@
 // quantize_transpose casts a matrix for both of its readers in one pass: to FP8 data and to their transpose.
-// transpose_fp8 turns FP8 data.
-// GEMM operands have the contracted dimension contiguous, so the backward pass of a linear layer reads x^T
-// and w^T.
+// quantize_delayed is the same, or quantize, with the book-keeping of delayed scaling. transpose_fp8 turns
+// FP8 data, transpose_half elements of two bytes. GEMM operands have the contracted dimension contiguous, so
+// the backward pass of a linear layer reads x^T and w^T.
 //
 // Blocks of 128 rows x 256 columns: cast row by row into a buffer, copied to their place and, turned 16 x 16
 // at a time, to the other matrix in pieces of two cache lines. That shape decides the speed
 // (docs/performance-log.md).
 #include <torch/csrc/stable/library.h>
 
+#include <optional>
 #include <tuple>
 
 #include "check.h"
 #include "cpu/cast_rows.h"
 #include "cpu/features.h"
+#include "cpu/parts.h"
 #include "cpu/tensors.h"
 #include "fp8.h"
 
@@ -117,6 +119,29 @@ std::tuple<Tensor, Tensor, Tensor> quantize_transpose(const Tensor& x_in, const 
   return {q, q_t, scalar(amax.value())};
 }
 
+std::tuple<Tensor, Tensor, Tensor> quantize_delayed(const Tensor& x, const Tensor& scale,
+                                                    const std::optional<Tensor>& history, ScalarType dtype,
+                                                    bool turned, bool infinity_is_nan) {
+  const Contract check("quantize_delayed");
+  check.rank("x", x, 2);
+  if (history) {
+    check.cpu("history", *history);
+    check.dtype("history", *history, {ScalarType::Float});
+    check.rank("history", *history, 1);
+    check.require(history->size(0) > 0, "history", "is empty, must hold at least the staging slot");
+  }
+  Tensor q, q_t, amax;
+  if (turned) {
+    std::tie(q, q_t, amax) = quantize_transpose(x, scale, dtype);
+  } else {
+    std::tie(q, amax) = quantize(x, scale, dtype);
+    q_t = empty({0, 0}, dtype);
+  }
+  const float seen = *data<float>(amax);
+  if (history && seen > *data<float>(*history)) *data<float>(*history) = seen;
+  return {q, q_t, scalar(inverse_of(*data<float>(scale), seen, infinity_is_nan))};
+}
+
 struct TurnBlock {
   static FP8_INLINE void run(const uint8_t* x, uint8_t* out, int64_t rows, int64_t cols, int64_t m,
                              int64_t k) {
@@ -142,12 +167,83 @@ Tensor transpose_fp8(const Tensor& q_in) {
   return out;
 }
 
+// 8 x 8 elements of two bytes, turned by three rounds of interleaving row i with row i + 4.
+using Halves = uint16_t __attribute__((vector_size(16)));
+
+struct Eight {
+  Halves row[8];
+};
+
+FP8_INLINE Eight interleaved(const Eight& in) {
+  Eight out;
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    out.row[2 * i] = __builtin_shufflevector(in.row[i], in.row[i + 4], 0, 8, 1, 9, 2, 10, 3, 11);
+    out.row[2 * i + 1] = __builtin_shufflevector(in.row[i], in.row[i + 4], 4, 12, 5, 13, 6, 14, 7, 15);
+  }
+  return out;
+}
+
+struct TurnHalves {
+  static constexpr int64_t kWidth = kWide / 2;    // columns of a block
+  static constexpr int64_t kPitch = kWidth + 16;  // no power of two, as kStride
+
+  static FP8_INLINE void run(const uint16_t* x, uint16_t* out, int64_t rows, int64_t cols, int64_t m,
+                             int64_t k) {
+    alignas(64) uint16_t block[kTall * kPitch];
+    for (int64_t r = 0; r < rows; ++r) {
+      std::memcpy(block + r * kPitch, x + r * k, static_cast<size_t>(cols) * sizeof(uint16_t));
+    }
+    for (int64_t c = 0; c < cols; c += 8) {
+      for (int64_t r = 0; r < rows; r += 8) {
+        if (r + 8 <= rows && c + 8 <= cols) {
+          turn8(block + r * kPitch + c, out + c * m + r, m);
+        } else {
+          for (int64_t j = c; j < cols && j < c + 8; ++j) {
+            for (int64_t i = r; i < rows && i < r + 8; ++i) out[j * m + i] = block[i * kPitch + j];
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  static FP8_INLINE void turn8(const uint16_t* from, uint16_t* out, int64_t stride) {
+    Eight s;
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) std::memcpy(&s.row[i], from + i * kPitch, 16);
+    s = interleaved(interleaved(interleaved(s)));
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) std::memcpy(out + i * stride, &s.row[i], 16);
+  }
+};
+
+Tensor transpose_half(const Tensor& x_in) {
+  const Contract check("transpose_half");
+  check.rank("x", x_in, 2);
+  const Size m{"M", x_in.size(0)}, k{"K", x_in.size(1)};
+  check.tensor("x", x_in, {ScalarType::BFloat16, ScalarType::Half}, {m, k});
+  const Tensor x = dense(x_in), out = empty({k.value(), m.value()}, x.scalar_type());
+  const int64_t rows = m.value(), cols = k.value(), wide = TurnHalves::kWidth;
+  const int64_t down = (rows + kTall - 1) / kTall, across = (cols + wide - 1) / wide;
+  parallel_tasks(down * across, [&](int64_t i) {
+    const int64_t r = i / across * kTall, c = i % across * wide;
+    dispatch<TurnHalves>(data<const uint16_t>(x) + r * cols + c, data<uint16_t>(out) + c * rows + r,
+                         std::min(kTall, rows - r), std::min(wide, cols - c), rows, cols);
+  });
+  return out;
+}
+
 }  // namespace
 }  // namespace fp8serve
 
 STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("quantize_transpose", TORCH_BOX(&fp8serve::quantize_transpose));
   fp8serve::report<fp8serve::kCasting<fp8serve::Numerics::exact>>("quantize_transpose");
+  m.impl("quantize_delayed", TORCH_BOX(&fp8serve::quantize_delayed));
+  fp8serve::report<fp8serve::kCasting<fp8serve::Numerics::exact>>("quantize_delayed");
+  m.impl("transpose_half", TORCH_BOX(&fp8serve::transpose_half));
+  fp8serve::report<fp8serve::kVector<fp8serve::Numerics::exact>>("transpose_half");
   m.impl("transpose_fp8", TORCH_BOX(&fp8serve::transpose_fp8));
   fp8serve::report<fp8serve::kVector<fp8serve::Numerics::exact>>("transpose_fp8");
 }

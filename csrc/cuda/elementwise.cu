@@ -30,9 +30,12 @@ __global__ void __launch_bounds__(kRowThreads)
   after_earlier_kernels();
   __shared__ float memory[2][32];
   const T* from = x + blockIdx.x * stride;
-  const float factor = row_factor<kAligned>(from, n, eps, memory[0]), scale = *scale_in;
+  const int64_t first = static_cast<int64_t>(threadIdx.x) * kChunk;
+  const Chunk first_weight = load_chunk<kAligned>(weight, first, n);  // on its way while the row is summed up
+  const float scale = *scale_in, factor = row_factor<kAligned>(from, n, eps, memory[0]);
   const auto value = [&](int64_t at) {
-    return normed<T>(load_chunk<kAligned>(from, at, n), load_chunk<kAligned>(weight, at, n), factor);
+    const Chunk w = at == first ? first_weight : load_chunk<kAligned>(weight, at, n);
+    return normed<T>(load_chunk<kAligned>(from, at, n), w, factor);
   };
   float seen = 0.0f;
   for_chunks(n, [&](int64_t at) {
@@ -158,6 +161,14 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
   });
+}
+
+// After a cast: the amax raises a history's staging slot, if one is given, and the scale's inverse is made.
+__global__ void record(const float* amax, const float* scale, float* staged, float* scale_inv,
+                       bool infinity_is_nan) {
+  after_earlier_kernels();
+  if (staged != nullptr && *amax > *staged) *staged = *amax;
+  *scale_inv = inverse_of(*scale, *amax, infinity_is_nan);
 }
 
 // --- rotary embedding and cache
@@ -322,6 +333,36 @@ std::tuple<Tensor, Tensor, Tensor> quantize_transpose(const Tensor& x_in, const 
   return {q, q_t, amax};
 }
 
+std::tuple<Tensor, Tensor, Tensor> quantize_delayed(const Tensor& x, const Tensor& scale,
+                                                    const std::optional<Tensor>& history, ScalarType dtype,
+                                                    bool turned, bool infinity_is_nan) {
+  const DeviceContract check("quantize_delayed", x);
+  check.rank("x", x, 2);
+  check.dtype("x", x, kHigh);
+  check.tensor("scale", scale, {ScalarType::Float}, {});
+  check_fp8(check, dtype);
+  if (history) {
+    check.here("history", *history);
+    check.dtype("history", *history, {ScalarType::Float});
+    check.rank("history", *history, 1);
+    check.require(history->size(0) > 0, "history", "is empty, must hold at least the staging slot");
+  }
+  const OnDevice device(x);
+  Tensor q, q_t, amax;
+  if (turned) {
+    std::tie(q, q_t, amax) = quantize_transpose(x, scale, dtype);
+  } else {
+    q = empty(x, {x.size(0), x.size(1)}, dtype);
+    q_t = empty(x, {0, 0}, dtype);
+    amax = empty(x, {}, ScalarType::Float);
+    cast_plain(x, scale, q, {data<float>(amax), true}, device);
+  }
+  const Tensor scale_inv = empty(x, {}, ScalarType::Float);
+  launch_early(record, 1, 1, 0, device.stream(), data<float>(amax), data<float>(scale),
+               history ? data<float>(*history) : nullptr, data<float>(scale_inv), infinity_is_nan);
+  return {q, q_t, scale_inv};
+}
+
 const float* scale_of(const DeviceContract& check, const char* name, const std::optional<Tensor>& scale) {
   if (!scale) return nullptr;
   check.tensor(name, *scale, {ScalarType::Float}, {});
@@ -427,5 +468,6 @@ STABLE_TORCH_LIBRARY_IMPL(FP8SERVE_OPS, FP8SERVE_DEVICE_KEY, m) {
   m.impl("layer_norm_quantize", TORCH_BOX(&fp8serve::layer_norm_quantize));
   m.impl("silu_mul_quantize", TORCH_BOX(&fp8serve::silu_mul_quantize));
   m.impl("quantize_transpose", TORCH_BOX(&fp8serve::quantize_transpose));
+  m.impl("quantize_delayed", TORCH_BOX(&fp8serve::quantize_delayed));
   m.impl("rotary_write_kv", TORCH_BOX(&fp8serve::rotary_write_kv));
 }

@@ -70,9 +70,6 @@ __device__ __forceinline__ uint16_t encode_output(const Gemm& g, float low, floa
 }
 // Stores a value; returns the largest magnitude seen so far.
 __device__ __forceinline__ float put(const Gemm& g, int64_t at, float value, float seen) {
-  if (g.residual != nullptr) {
-    value = rounded(value, g.out_type) + load(g.residual, at, g.out_type);
-  }
   if (g.out_scale == nullptr) {
     store(value, g.out, at, g.out_type);
   } else {

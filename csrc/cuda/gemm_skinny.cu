@@ -178,8 +178,21 @@ __device__ __forceinline__ void multiply(float (&part)[4], const Pieces& asked, 
   }
 }
 
-__device__ __forceinline__ float finished(const Gemm& g, float sum, int token, int column) {
-  return scaled_by(sum, g.a_scale.outer(token), g.b_scale.outer(column)) + bias_at(g, column);
+// What the end of a sum needs besides the sum. It is read before the sum begins: after it every read would be
+// waited for.
+struct End {
+  float a_scale, b_scale, bias, residual;
+};
+
+__device__ __forceinline__ End end_of(const Gemm& g, int token, int column) {
+  const int64_t at = static_cast<int64_t>(token) * g.n + column;
+  return {g.a_scale.outer(token), g.b_scale.outer(column), bias_at(g, column),
+          g.residual == nullptr ? 0.0f : load(g.residual, at, g.out_type)};
+}
+
+__device__ __forceinline__ float finished(const Gemm& g, float sum, const End& end) {
+  const float product = scaled_by(sum, end.a_scale, end.b_scale) + end.bias;
+  return g.residual == nullptr ? product : rounded(product, g.out_type) + end.residual;
 }
 
 // At most kRowsOfExpert of an expert's rows, from this one on.
@@ -196,8 +209,8 @@ __device__ __forceinline__ Gemm from_row(Gemm g, int row) {
 // lie kThreads apart.
 template <int kGroups>  // tokens in eights
 using Sums = float[kWarps][8 * kGroups][kRows];
-template <int kGroups>
-using Mine = float[(kGroups + 1) / 2];
+template <int kGroups, class T = float>
+using Mine = T[(kGroups + 1) / 2];
 
 // f(which, token, column of the block) for these elements.
 template <int kGroups, class F>
@@ -219,13 +232,20 @@ __device__ __forceinline__ void add_team(Mine<kGroups>& mine, const Sums<kGroups
   });
 }
 
-template <int kGroups>
-__device__ __forceinline__ void finish(const Gemm& g, const Mine<kGroups>& mine, int n0) {
-  float seen = 0.0f;
+// f(which, token, column) for those that are in the matrix.
+template <int kGroups, class F>
+__device__ __forceinline__ void for_mine_of(const Gemm& g, int n0, const F& f) {
   for_mine<kGroups>([&](int t, int token, int of) {
-    const int column = n0 + of;
-    if (token >= g.m || column >= g.n) return;
-    seen = put(g, static_cast<int64_t>(token) * g.n + column, finished(g, mine[t], token, column), seen);
+    if (token < g.m && n0 + of < g.n) f(t, token, n0 + of);
+  });
+}
+
+template <int kGroups>
+__device__ __forceinline__ void finish(const Gemm& g, const Mine<kGroups>& mine,
+                                       const Mine<kGroups, End>& end, int n0) {
+  float seen = 0.0f;
+  for_mine_of<kGroups>(g, n0, [&](int t, int token, int column) {
+    seen = put(g, static_cast<int64_t>(token) * g.n + column, finished(g, mine[t], end[t]), seen);
   });
   tell_amax(g, seen);
 }
@@ -237,6 +257,9 @@ __device__ __forceinline__ void compute(const Gemm& g, From from) {
   const int n0 = static_cast<int>(blockIdx.x) * kRows, row = n0 + lane / 4;
   const int blocks = (g.k + kScaleBlock - 1) / kScaleBlock, stride = static_cast<int>(blockDim.x) / 32;
   using Pieces = Asked<kGroups, From>;
+  Mine<kGroups, End> end = {};
+  if (warp < kWarps)
+    for_mine_of<kGroups>(g, n0, [&](int t, int token, int column) { end[t] = end_of(g, token, column); });
   Pieces asked(g, n0);
 #pragma unroll
   for (int i = 0; i < Pieces::kAhead; ++i) asked.ask(from, warp + i * stride, blocks);
@@ -275,7 +298,7 @@ __device__ __forceinline__ void compute(const Gemm& g, From from) {
     __syncthreads();
     if (warp < kWarps) add_team<kGroups>(mine, sums);
   }
-  if (warp < kWarps) finish<kGroups>(g, mine, n0);
+  if (warp < kWarps) finish<kGroups>(g, mine, end, n0);
 }
 
 template <Element kElement, int kGroups, bool kInside>

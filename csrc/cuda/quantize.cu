@@ -95,10 +95,11 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
-    cast_by_amax(const T* x, uint8_t* q, int64_t n, const float* amax, float* scale_inv, bool power_2) {
+    cast_by_amax(const T* x, uint8_t* q, int64_t n, const float* amax, float* scale_inv, bool power_2,
+                 bool infinity_is_nan) {
   after_earlier_kernels();
   const float scale = scale_for(*amax, F::max(), power_2);
-  if (blockIdx.x == 0 && threadIdx.x == 0) *scale_inv = 1.0f / scale;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *scale_inv = inverse_of(scale, *amax, infinity_is_nan);
   const uint32_t tiles = tiles_of(n);
   for (uint32_t done = blockIdx.x; done < tiles; done += gridDim.x) {  // the last first: it was read last
     for_tile<kAligned>(x, tiles - 1 - done, n, [&](const Chunk& chunk, int64_t at) {
@@ -113,7 +114,7 @@ __global__ void __launch_bounds__(kThreads)
 // A block per row, which stays in registers: kChunks per thread.
 template <class F, class T, bool kAligned, int kChunks>
 __global__ void __launch_bounds__(1024)
-    quantize_row(const T* x, uint8_t* q, int64_t cols, float* scale_inv, bool power_2) {
+    quantize_row(const T* x, uint8_t* q, int64_t cols, float* scale_inv, bool power_2, bool infinity_is_nan) {
   after_earlier_kernels();
   __shared__ float memory[32];
   const T* from = x + blockIdx.x * cols;
@@ -127,8 +128,8 @@ __global__ void __launch_bounds__(1024)
   }
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) seen = amax_of(chunk[i], seen);
-  const float scale = scale_for(block_max(seen, memory), F::max(), power_2);
-  if (threadIdx.x == 0) scale_inv[blockIdx.x] = 1.0f / scale;
+  const float amax = block_max(seen, memory), scale = scale_for(amax, F::max(), power_2);
+  if (threadIdx.x == 0) scale_inv[blockIdx.x] = inverse_of(scale, amax, infinity_is_nan);
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
     store_chunk<kAligned>(encode_chunk<F>(chunk[i], scale), to,
@@ -139,15 +140,16 @@ __global__ void __launch_bounds__(1024)
 // Rows too long for registers: read twice.
 template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(1024)
-    quantize_long_row(const T* x, uint8_t* q, int64_t cols, float* scale_inv, bool power_2) {
+    quantize_long_row(const T* x, uint8_t* q, int64_t cols, float* scale_inv, bool power_2,
+                      bool infinity_is_nan) {
   after_earlier_kernels();
   __shared__ float memory[32];
   const T* from = x + blockIdx.x * cols;
   uint8_t* to = q + blockIdx.x * cols;
   float seen = 0.0f;
   for_chunks(cols, [&](int64_t at) { seen = amax_of(load_chunk<kAligned>(from, at, cols), seen); });
-  const float scale = scale_for(block_max(seen, memory), F::max(), power_2);
-  if (threadIdx.x == 0) scale_inv[blockIdx.x] = 1.0f / scale;
+  const float amax = block_max(seen, memory), scale = scale_for(amax, F::max(), power_2);
+  if (threadIdx.x == 0) scale_inv[blockIdx.x] = inverse_of(scale, amax, infinity_is_nan);
   for_chunks(cols, [&](int64_t at) {
     store_chunk<kAligned>(encode_chunk<F>(load_chunk<kAligned>(from, at, cols), scale), to, at, cols);
   });
@@ -159,7 +161,8 @@ __global__ void __launch_bounds__(1024)
 // 16 lanes take a segment of 128 columns; each thread works on kUnroll segments at once.
 template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
-    quantize_segments(const T* x, uint8_t* q, int64_t rows, int64_t cols, float* scale_inv, bool power_2) {
+    quantize_segments(const T* x, uint8_t* q, int64_t rows, int64_t cols, float* scale_inv, bool power_2,
+                      bool infinity_is_nan) {
   after_earlier_kernels();
   constexpr int kLanes = kBlock / kChunk, kGroups = kThreads / kLanes;
   const auto per_row = static_cast<uint32_t>((cols + kBlock - 1) / kBlock);
@@ -178,9 +181,11 @@ __global__ void __launch_bounds__(kThreads)
   segment = first;
 #pragma unroll
   for (int i = 0; i < kUnroll; ++i, segment.next()) {
-    const float scale = scale_for(lanes_max<kLanes>(amax_of(chunk[i], 0.0f)), F::max(), power_2);
+    const float amax = lanes_max<kLanes>(amax_of(chunk[i], 0.0f)), scale = scale_for(amax, F::max(), power_2);
     if (segment.row() >= rows) continue;
-    if (lane == 0) scale_inv[segment.row() * per_row + segment.column()] = 1.0f / scale;
+    if (lane == 0) {
+      scale_inv[segment.row() * per_row + segment.column()] = inverse_of(scale, amax, infinity_is_nan);
+    }
     store_chunk<kAligned>(encode_chunk<F>(chunk[i], scale), q + segment.row() * cols, element(segment), cols);
   }
 }
@@ -188,7 +193,8 @@ __global__ void __launch_bounds__(kThreads)
 // A block per 128 x 128 square, which stays in registers: 8 chunks per thread.
 template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
-    quantize_square(const T* x, uint8_t* q, int64_t rows, int64_t cols, float* scale_inv, bool power_2) {
+    quantize_square(const T* x, uint8_t* q, int64_t rows, int64_t cols, float* scale_inv, bool power_2,
+                    bool infinity_is_nan) {
   after_earlier_kernels();
   __shared__ float memory[32];
   constexpr int kLanes = kBlock / kChunk, kRows = kThreads / kLanes, kPasses = kBlock / kRows;
@@ -203,8 +209,11 @@ __global__ void __launch_bounds__(kThreads)
   }
 #pragma unroll
   for (int i = 0; i < kPasses; ++i) seen = amax_of(chunk[i], seen);
-  const float scale = scale_for(block_max(seen, memory), F::max(), power_2);
-  if (threadIdx.x == 0) scale_inv[static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x] = 1.0f / scale;
+  const float amax = block_max(seen, memory), scale = scale_for(amax, F::max(), power_2);
+  if (threadIdx.x == 0) {
+    scale_inv[static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x] =
+        inverse_of(scale, amax, infinity_is_nan);
+  }
 #pragma unroll
   for (int i = 0; i < kPasses; ++i) {
     const int64_t row = top + i * kRows;
@@ -254,7 +263,7 @@ Pair quantize(const Tensor& x_in, const Tensor& scale, ScalarType dtype) {
   return {q, amax};
 }
 
-Pair quantize_current(const Tensor& x_in, ScalarType dtype, bool power_2) {
+Pair quantize_current(const Tensor& x_in, ScalarType dtype, bool power_2, bool infinity_is_nan) {
   const DeviceContract check("quantize_current", x_in);
   const Tensor x = input(check, x_in, dtype);
   const OnDevice device(x);
@@ -268,7 +277,7 @@ Pair quantize_current(const Tensor& x_in, ScalarType dtype, bool power_2) {
     using T = typename decltype(elem)::type;
     launch_early(find_amax<T, fast.value>, blocks, kThreads, 0, device.stream(), data<T>(x), n, out);
     launch_early(cast_by_amax<F, T, fast.value>, blocks, kThreads, 0, device.stream(), data<T>(x),
-                 data<uint8_t>(q), n, data<float>(amax), data<float>(scale_inv), power_2);
+                 data<uint8_t>(q), n, data<float>(amax), data<float>(scale_inv), power_2, infinity_is_nan);
   });
   return {q, scale_inv};
 }
@@ -279,12 +288,13 @@ int row_threads(int64_t chunks, int each) {
 }
 
 template <class F, class T, bool kAligned>
-void quantize_rows(const Tensor& x, const Tensor& q, const Tensor& scale_inv, bool power_2, Stream stream) {
+void quantize_rows(const Tensor& x, const Tensor& q, const Tensor& scale_inv, bool power_2,
+                   bool infinity_is_nan, Stream stream) {
   const int64_t cols = x.size(1), chunks = ceil_over(cols, kChunk);
   const auto rows = static_cast<unsigned>(x.size(0));
   const auto run = [&](auto kernel, int each) {
     launch_early(kernel, rows, row_threads(chunks, each), 0, stream, data<T>(x), data<uint8_t>(q), cols,
-                 data<float>(scale_inv), power_2);
+                 data<float>(scale_inv), power_2, infinity_is_nan);
   };
   if (chunks <= 128) return run(quantize_row<F, T, kAligned, 1>, 1);
   if (chunks <= 512) return run(quantize_row<F, T, kAligned, 2>, 2);
@@ -292,7 +302,7 @@ void quantize_rows(const Tensor& x, const Tensor& q, const Tensor& scale_inv, bo
   run(quantize_long_row<F, T, kAligned>, 1);
 }
 
-Pair quantize_rowwise(const Tensor& x_in, ScalarType dtype, bool power_2) {
+Pair quantize_rowwise(const Tensor& x_in, ScalarType dtype, bool power_2, bool infinity_is_nan) {
   const DeviceContract check("quantize_rowwise", x_in);
   const Tensor x = input(check, x_in, dtype);
   check.rank("x", x, 2);
@@ -301,12 +311,13 @@ Pair quantize_rowwise(const Tensor& x_in, ScalarType dtype, bool power_2) {
   if (x.size(0) == 0) return {q, scale_inv};
   with_types(dtype, x, x.size(1), [&](auto fmt, auto elem, auto fast) {
     quantize_rows<typename decltype(fmt)::type, typename decltype(elem)::type, fast.value>(
-        x, q, scale_inv, power_2, device.stream());
+        x, q, scale_inv, power_2, infinity_is_nan, device.stream());
   });
   return {q, scale_inv};
 }
 
-Pair quantize_block(const Tensor& x_in, ScalarType dtype, int64_t block_rows, bool power_2) {
+Pair quantize_block(const Tensor& x_in, ScalarType dtype, int64_t block_rows, bool power_2,
+                    bool infinity_is_nan) {
   const DeviceContract check("quantize_block", x_in);
   const Tensor x = input(check, x_in, dtype);
   check.rank("x", x, 2);
@@ -322,7 +333,7 @@ Pair quantize_block(const Tensor& x_in, ScalarType dtype, int64_t block_rows, bo
     using T = typename decltype(elem)::type;
     const auto run = [&](auto kernel, dim3 grid) {
       launch_early(kernel, grid, kThreads, 0, device.stream(), data<T>(x), data<uint8_t>(q), rows, cols,
-                   data<float>(scale_inv), power_2);
+                   data<float>(scale_inv), power_2, infinity_is_nan);
     };
     constexpr int kPerBlock = kThreads / (kBlock / kChunk) * kUnroll;
     if (block_rows == 1) {

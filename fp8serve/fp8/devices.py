@@ -9,6 +9,7 @@ device; `operand_layout` overrides it, so that both paths can be tested on any m
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Literal, get_args
 
 import torch
@@ -25,10 +26,14 @@ class _Forced(threading.local):
 _FORCED = _Forced()
 
 
+@cache
+def _is_blackwell(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (10, 0)
+
+
 @constant_in_graphs
 def _native(device: torch.device) -> Layout:
-    blackwell = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (10, 0)
-    return "any" if blackwell else "tn"
+    return "any" if device.type == "cuda" and _is_blackwell(device) else "tn"
 
 
 def layout_of(device: torch.device) -> Layout:

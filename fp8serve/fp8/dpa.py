@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fp8serve.fp8.attention import causal_weights, check_lengths
 from fp8serve.fp8.autocast import current
-from fp8serve.fp8.casting import Operand, Quantized, cast_by_content, cast_delayed, has_infinity, unhidden
+from fp8serve.fp8.casting import Quantized, cast_by_content, cast_delayed, unhidden
 from fp8serve.fp8.ops import arithmetic
 from fp8serve.fp8.recipe import Recipe, attends_in_fp8, delayed
 from fp8serve.fp8.recompute import planned
@@ -53,18 +53,14 @@ class Rounding:
     def __call__(self, x: Tensor, name: str) -> Tensor:
         spec = self.recipe.specs.attention[name]
         if spec.source == "current":
-            operand = Operand(cast_by_content(x, spec), None)
-            return self._values(operand, name, has_infinity(x, operand))
+            return _values(cast_by_content(x, spec, infinity_is_nan=name in BACKWARD))
         if not self.enabled:
             self._stage(name, arithmetic.amax(x))
             return x.float()
         operand, amax = cast_delayed(x, spec, self.states[name].scale, columnwise=False)
         self._stage(name, amax)
-        return self._values(operand, name, amax.isinf())
-
-    def _values(self, operand: Operand, name: str, overflowed: Tensor) -> Tensor:
-        data = cast(Quantized, (unhidden(operand, overflowed) if name in BACKWARD else operand).rowwise)
-        return data.q.float() * data.scale_inv
+        data = cast(Quantized, operand.rowwise)
+        return _values(unhidden(data, amax.isinf()) if name in BACKWARD else data)
 
     def _stage(self, name: str, amax: Tensor) -> None:
         direction: Direction = "backward" if name in BACKWARD else "forward"
@@ -75,6 +71,10 @@ class Rounding:
         """For the second run of recomputed activations: the scales as they are now, nothing recorded."""
         frozen = {n: replace(s, scale=s.scale.clone()) for n, s in self.states.items() if n in FORWARD}
         return replace(self, states={**self.states, **frozen}, recording=False)
+
+
+def _values(data: Quantized) -> Tensor:
+    return data.q.float() * data.scale_inv
 
 
 class _Round(torch.autograd.Function):
@@ -164,10 +164,10 @@ class DotProductAttention(Stateful):
             return None
         recipe, graph = context.recipe, torch.is_grad_enabled()
         if (rules := delayed(recipe)) is not None and context.rule is not None:
-            prepare(self.key, context.rule, rules.amax_history_len)
+            prepare(self, context.rule, context.held, rules.amax_history_len)
         states = {} if rules is None else self.scaling
         if context.rule is not None and graph and differentiable:
-            expect_backward(states["q"].amax_history, context.rule)
+            expect_backward(states["q"].amax_history, context.rule, context.held)
         return Rounding(
             self.key, recipe, context.rule, context.held, states, context.enabled, graph or context.calibrating
         )

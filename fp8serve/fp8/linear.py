@@ -28,15 +28,24 @@ from torch.autograd.function import once_differentiable
 from fp8serve.fp8 import fast_paths
 from fp8serve.fp8.announce import announcements, skipped
 from fp8serve.fp8.autocast import Frame, current
-from fp8serve.fp8.casting import Operand, Quantized, cast_current, cast_delayed, from_quantized, has_infinity, unhidden
+from fp8serve.fp8.casting import (
+    Operand,
+    Quantized,
+    cast_current,
+    cast_delayed,
+    cast_recording,
+    from_quantized,
+    unhidden,
+)
 from fp8serve.fp8.microbatch import Kept, checked
 from fp8serve.fp8.ops import DTYPES, arithmetic
 from fp8serve.fp8.own_product import product
 from fp8serve.fp8.recipe import Precisions, Recipe, delayed
 from fp8serve.fp8.recompute import planned, refuse_reentrant
-from fp8serve.fp8.recording import expect_backward, prepare, record
+from fp8serve.fp8.recording import expect_backward, prepare, record, recorded
 from fp8serve.fp8.scaling import Direction, ScalingState
 from fp8serve.fp8.selfcheck import prepare_device
+from fp8serve.fp8.spec import QuantSpec
 from fp8serve.fp8.stateful import Stateful
 
 Fused = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]  # (scale, FP8 dtype) -> (FP8 data [M, K], amax)
@@ -44,9 +53,12 @@ Fused = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]  # (scale, FP8 dt
 Observer = Callable[[str, Tensor, Tensor, Tensor], None]  # (tensor name, values, FP8 data, scale_inv)
 
 NAMES = ("input", "weight", "grad_output")
+_scaled_mm = torch.ops.fp8serve.scaled_mm.default
+_unsafe_view = torch.ops.aten._unsafe_view.default
 
 
-@dataclass(frozen=True)
+# Not `frozen`, which takes four times as long to make: every call of a layer makes one of each.
+@dataclass(eq=False)
 class LinearCall:
     """What a forward call decides for its backward pass."""
 
@@ -67,22 +79,32 @@ class LinearCall:
             if self.observing:
                 self._stage(name, arithmetic.amax_now(x))
             return Operand(None, None)
-        receive = getattr(x, "received_quantized", None)  # of a weight that FSDP2 gathered in FP8 (fsdp.py)
-        if receive is not None:
-            operand, amax = receive(self.recording)
+        if name == "weight" and hasattr(x, "received_quantized"):  # FSDP2 gathered it in FP8 (fsdp.py)
+            operand, amax = cast(Any, x).received_quantized(self.recording)
             if amax is not None:
                 self._stage(name, amax)
             return cast(Operand, operand)
-        spec = self.recipe.specs.linear[name]
+        spec, is_gradient = self.recipe.specs.linear[name], name == "grad_output"
         if spec.source == "current":
-            operand, amax = cast_current(x, spec, rowwise, columnwise, self.sharers), None
+            operand = cast_current(x, spec, rowwise, columnwise, self.sharers, infinity_is_nan=is_gradient)
         else:
-            operand, amax = cast_delayed(x, spec, self.states[name].scale, columnwise)
+            operand = self._cast_delayed(name, x, spec, columnwise, is_gradient)
+        if self.observer is not None:
+            self._show(name, lambda: x, operand)
+        return operand if rowwise and columnwise else operand.only(rowwise, columnwise)
+
+    def _cast_delayed(self, name: str, x: Tensor, spec: QuantSpec, columnwise: bool, is_gradient: bool) -> Operand:
+        state = self.states[name]
+        if torch.compiler.is_compiling():  # the compiler fuses what follows; and only these nodes tell the step
+            operand, amax = cast_delayed(x, spec, state.scale, columnwise)
             self._stage(name, amax)
-        if name == "grad_output":
-            operand = unhidden(operand, has_infinity(x, operand) if amax is None else amax.isinf())
-        self._show(name, lambda: x, operand)
-        return Operand(operand.rowwise if rowwise else None, operand.columnwise if columnwise else None)
+            return operand.map(lambda data: unhidden(data, amax.isinf())) if is_gradient else operand
+        stages = self.rule is not None and (self.recording or is_gradient)
+        history = state.amax_history if stages else None
+        operand = cast_recording(x, spec, state.scale, history, columnwise, infinity_is_nan=is_gradient)
+        if stages:
+            recorded("backward" if is_gradient else "forward", self.module, cast(int, self.rule))
+        return operand
 
     def cast_fused(self, fused: Fused, values: Callable[[], Tensor], columnwise: bool) -> Operand:
         """The input from an op that produces and quantizes it in one; `values` makes it for an observer."""
@@ -90,7 +112,8 @@ class LinearCall:
         q, amax = fused(scale, DTYPES[self.recipe.specs.linear["input"].element])
         self._stage("input", amax)
         operand = from_quantized(q, scale, columnwise)
-        self._show("input", lambda: values().reshape(q.shape), operand)
+        if self.observer is not None:
+            self._show("input", lambda: values().reshape(q.shape), operand)
         return operand
 
     def _show(self, name: str, values: Callable[[], Tensor], operand: Operand) -> None:
@@ -105,7 +128,7 @@ class LinearCall:
             record(direction, self.states[name].amax_history, amax, self.module, self.rule)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class LinearPlan:
     """How one forward call runs, and how its second run goes if activations are recomputed."""
 
@@ -128,7 +151,7 @@ class LinearPlan:
 
 def mm(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """[M, K] x [N, K] -> [M, N]."""
-    return cast(Tensor, torch.ops.fp8serve.scaled_mm(a.q, b.q, a.scale_inv, b.scale_inv, bias, out_dtype))
+    return cast(Tensor, _scaled_mm(a.q, b.q, a.scale_inv, b.scale_inv, bias, out_dtype))
 
 
 class _Matmul(torch.autograd.Function):
@@ -236,12 +259,14 @@ class Linear(Stateful, nn.Linear):
         if plan is None:
             return self._in_high_precision(values())
         y = self._quantized(edge, values, fused, plan)
+        if edge.dim() == 2:
+            return y
         middle = edge.shape[1:-1]
         # The first dimension is not always the input's: tensor-parallel layers gather and scatter tokens.
         first = edge.shape[:1] if math.prod(middle) == 0 else (y.shape[0] // math.prod(middle),)
         shape = (self.out_features,) if edge.dim() == 1 else (*first, *middle, self.out_features)
         # Not a view: FSDP2 warns about a module that returns one.
-        return torch.ops.aten._unsafe_view(y, shape)  # type: ignore[no-any-return]
+        return cast(Tensor, _unsafe_view(y, shape))
 
     def _in_high_precision(self, x: Tensor) -> Tensor:
         """Without a recipe a converted model gives the same bits as the original."""
@@ -254,7 +279,7 @@ class Linear(Stateful, nn.Linear):
 
     def _plan(self, x: Tensor, first: bool | None) -> LinearPlan | None:
         """How this call runs: the recipe in force and the quantized weight. None: in high precision."""
-        context, graph = current(), torch.is_grad_enabled()
+        context, graph, own_weight = current(), torch.is_grad_enabled(), self.weight
         if not torch.compiler.is_compiling():
             if context is None:
                 refuse_reentrant(self._ran_frozen)
@@ -262,39 +287,39 @@ class Linear(Stateful, nn.Linear):
                 self._ran_frozen = not self._ran_frozen
         if context is None:
             return None
-        if x.device != self.weight.device:
-            raise ValueError(f"The input is on {x.device} and the weight on {self.weight.device}; move one of them.")
+        if x.device != own_weight.device:
+            raise ValueError(f"The input is on {x.device} and the weight on {own_weight.device}; move one of them.")
         call = self._call(context)
         fprop_hp, dgrad_hp, wgrad_hp = call.hp
         rowwise, columnwise = not fprop_hp, graph and x.requires_grad and not dgrad_hp
-        input_columnwise = graph and self.weight.requires_grad and not wgrad_hp
-        observed = call.observing and graph and self._differentiable(x)
+        input_columnwise = graph and own_weight.requires_grad and not wgrad_hp
+        observed = call.observing and graph and (x.requires_grad or own_weight.requires_grad)
         if call.rule is not None and (columnwise or input_columnwise or observed):
-            expect_backward(call.states["weight"].amax_history, call.rule)
+            expect_backward(call.states["weight"].amax_history, call.rule, call.held)
         first = context.is_first_microbatch if first is None else first
-        weight = self._quantized_weight(call, first, rowwise, columnwise)
+        weight = self._quantized_weight(own_weight, call, first, rowwise, columnwise)
         return LinearPlan(call, rowwise, input_columnwise, weight)
 
-    def _quantized_weight(self, call: LinearCall, first: bool | None, rowwise: bool, columnwise: bool) -> Operand:
-        if hasattr(self.weight, "received_quantized"):  # gathered by FSDP2, which keeps them itself
-            first = None
-
-        def suits(operand: Operand) -> bool:
-            return not (rowwise and operand.rowwise is None) and not (columnwise and operand.columnwise is None)
-
+    def _quantized_weight(
+        self, weight: Tensor, call: LinearCall, first: bool | None, rowwise: bool, columnwise: bool
+    ) -> Operand:
         with torch.no_grad():
-            return self._kept_weight.get(
-                self.weight, call.recipe, first, lambda: call.cast("weight", self.weight, rowwise, columnwise), suits
-            )
+            # FSDP2 keeps what it has gathered itself
+            if first is None or hasattr(weight, "received_quantized"):
+                return call.cast("weight", weight, rowwise, columnwise)
 
-    def _differentiable(self, x: Tensor) -> bool:
-        return x.requires_grad or self.weight.requires_grad
+            def suits(operand: Operand) -> bool:
+                return not (rowwise and operand.rowwise is None) and not (columnwise and operand.columnwise is None)
+
+            return self._kept_weight.get(
+                weight, call.recipe, first, lambda: call.cast("weight", weight, rowwise, columnwise), suits
+            )
 
     def _call(self, context: Frame) -> LinearCall:
         recipe = context.recipe
         rules = delayed(recipe)
         if rules is not None and context.rule is not None:
-            prepare(self.key, context.rule, rules.amax_history_len)
+            prepare(self, context.rule, context.held, rules.amax_history_len)
         return LinearCall(
             module=self.key,
             recipe=recipe,
@@ -318,7 +343,8 @@ class Linear(Stateful, nn.Linear):
         """The input as a matrix in the autograd graph, and quantized."""
         quantized_only = fused is not None and plan.reads_quantized_only
         x = edge if quantized_only else values()
-        x = x.reshape(math.prod(x.shape[:-1]), self.in_features)  # not -1, which is ambiguous for no features
+        if x.dim() != 2 or x.shape[1] != self.in_features:
+            x = x.reshape(math.prod(x.shape[:-1]), self.in_features)  # not -1, which is ambiguous for no features
         with torch.no_grad():
             if fused is not None and quantized_only:
                 return x, plan.call.cast_fused(fused, values, plan.input_columnwise)

@@ -21,12 +21,13 @@ class LoopWatch:
 
     def __init__(self) -> None:
         self._staged = 0
-        self._staged_at_step: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._staged_at_step: WeakKeyDictionary[Optimizer, int] | None = None  # of optimizers that stepped
 
     def staged(self) -> None:
         """Note that a forward pass staged an amax."""
+        if self._staged == 0:
+            _LOCAL.watch = self
         self._staged += 1
-        _LOCAL.watch = self
 
     def close(self) -> None:
         """Stop watching."""
@@ -35,6 +36,8 @@ class LoopWatch:
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Warn if this is the optimizer's second step, with something staged in between."""
+        if self._staged_at_step is None:
+            self._staged_at_step = WeakKeyDictionary()
         if self._staged_at_step.get(optimizer, self._staged) < self._staged:
             warnings.warn(
                 f"{type(optimizer).__name__} stepped twice inside one autocast, which updates delayed scales only when "

@@ -219,7 +219,7 @@ class Monitor:
         in_force = {at: self._scales.get(at, 1.0) for at in states}
         self._scales = {at: row[1] for at, row in states.items()}
         found = [self._reading(at, row[0], in_force[at], int(row[2])) for at, row in states.items()]
-        # without a state, infinities show in the scale, which is NaN for such a gradient (casting.unhidden)
+        # without a state, infinities show in the scale, which is NaN for such a gradient (casting.py)
         counted = [(at, row, int(math.isnan(row[0]))) for at, row in figures.items() if at not in states]
         return found + [self._reading(at, row[0], row[1], bad) for at, row, bad in counted]
 

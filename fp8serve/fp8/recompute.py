@@ -66,10 +66,12 @@ P = TypeVar("P", bound=Repeatable)
 def planned(layer: int, make: Callable[[], P | None]) -> P | None:
     """How this call of a layer (by key) runs: as `make` says, or in a second run like the first run's call."""
     running = regions()
+    if not running:
+        return make()
     again, plan = recall(running, layer)
     if not again:
         plan = make()
-        remember(running, layer, plan and plan.repeated() if running else None)
+        remember(running, layer, plan and plan.repeated())
     return cast("P | None", plan)
 
 

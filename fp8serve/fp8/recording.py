@@ -9,35 +9,39 @@ from torch import Tensor
 
 from fp8serve.fp8.autocast import entered, step
 from fp8serve.fp8.ops import implement
-from fp8serve.fp8.scaling import Direction
-from fp8serve.fp8.session import MODULES, RULES
+from fp8serve.fp8.scaling import Direction, Scaled
+from fp8serve.fp8.session import MODULES, RULES, Rule
 from fp8serve.fp8.steps import backward_step
 from fp8serve.fp8.torch_private import constant_in_graphs
 
 
-@constant_in_graphs
-def prepare(module: int, rule: int, length: int) -> bool:
-    """Create or resize the states of a module (by key) that is to run by a rule (by number).
+def prepare(module: Scaled, number: int, rule: Rule | None, length: int) -> None:
+    """Create or resize the states of a module that is to run by a rule, which is given with its number.
 
     torch.compile runs this while it traces, not in the graph. RecipeError: the rule reduces another session.
     """
+    if torch.compiler.is_compiling() or rule is None:
+        _prepare_by_number(module.key, number, length)
+    else:
+        rule.check(module)
+        module.prepare(length)
+
+
+@constant_in_graphs
+def _prepare_by_number(module: int, rule: int, length: int) -> bool:
     owner = MODULES[module]
     RULES[rule].check(owner)
     owner.prepare(length)
     return True
 
 
-def expect_backward(history: Tensor, rule: int) -> None:
-    """Note that gradients will be staged by the rule, which the other ranks need to know. `history`: any that is
-    updated."""
+def expect_backward(history: Tensor, number: int, rule: Rule) -> None:
+    """Note that gradients will be staged by the rule, which is given with its number; the other ranks need to know.
+    `history`: any that is updated."""
     if torch.compiler.is_compiling():
-        torch.ops.fp8serve.expect_backward(history, rule)
+        torch.ops.fp8serve.expect_backward(history, number)
     else:
-        _expect_backward(history, rule)
-
-
-def _expect_backward(history: Tensor, rule: int) -> None:
-    step().expecting.add(RULES[rule])
+        step().expecting.add(rule)
 
 
 def _expect_backward_of_graph(history: Tensor, rule: int) -> None:
@@ -45,7 +49,7 @@ def _expect_backward_of_graph(history: Tensor, rule: int) -> None:
     alive."""
     held = RULES[rule]
     held.session.keep(rule, held)
-    _expect_backward(history, rule)
+    step().expecting.add(held)
 
 
 def record(direction: Direction, history: Tensor, amax: Tensor, module: int, rule: int) -> None:
@@ -58,7 +62,12 @@ def record(direction: Direction, history: Tensor, amax: Tensor, module: int, rul
 
 def _record(history: Tensor, amax: Tensor, module: int, rule: int, direction: str) -> None:
     slot = history[0]
-    slot.copy_(torch.maximum(slot, amax))
+    torch.maximum(slot, amax, out=slot)
+    recorded(direction, module, rule)
+
+
+def recorded(direction: str, module: int, rule: int) -> None:
+    """Note that a module (by key) ran by a rule (by number), after an op has raised the staging slot itself."""
     running = step() if direction == "forward" else backward_step()
     if direction == "forward" and entered():
         running.watch.staged()

@@ -23,6 +23,7 @@ from fp8serve.fp8.recipe import AmaxAlgo, DelayedScaling, Recipe
 
 Direction = Literal["forward", "backward"]
 FIELDS = ("scale", "amax_history", "nonfinite", "steps")
+_delayed_update = torch.ops.fp8serve.delayed_update.default
 
 
 @dataclass
@@ -114,8 +115,7 @@ def fp8_max(recipe: Recipe, name: str) -> float:
     return FP8_MAX[DTYPES[recipe.specs.element(name)]]
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A state on its way into an update, with the largest value of the format its tensor is cast to."""
 
     state: ScalingState
@@ -124,17 +124,28 @@ class Entry:
 
 def update(entries: Sequence[Entry], recipe: DelayedScaling) -> None:
     """End the step of these states: new scales, rotated histories, in one op per device."""
-    for device in {e.state.scale.device for e in entries}:
-        _update_together([e for e in entries if e.state.scale.device == device], recipe)
+    by_device: dict[torch.device, list[Entry]] = {}
+    for entry in entries:
+        by_device.setdefault(entry.state.scale.device, []).append(entry)
+    for together in by_device.values():
+        _update_together(together, recipe)
 
 
 def _update_together(entries: list[Entry], recipe: DelayedScaling) -> None:
     algo = _name_in_op(recipe.amax_compute_algo)
     by_op = algo is not None and recipe.scaling_factor_compute_algo is None and not recipe.power_2_scale
     chosen = [] if by_op else [_scale_beside_op(entry, recipe) for entry in entries]
-    columns = [[getattr(e.state, name) for e in entries] for name in FIELDS]
-    numbers = [e.fp8_max for e in entries], recipe.margin, recipe.interval
-    torch.ops.fp8serve.delayed_update(*columns, *numbers, algo or "max")
+    states = [e.state for e in entries]
+    _delayed_update(
+        [s.scale for s in states],
+        [s.amax_history for s in states],
+        [s.nonfinite for s in states],
+        [s.steps for s in states],
+        [e.fp8_max for e in entries],
+        recipe.margin,
+        recipe.interval,
+        algo or "max",
+    )
     for entry, scale in zip(entries, chosen, strict=False):
         entry.state.scale.copy_(scale)
 

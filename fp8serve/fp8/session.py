@@ -40,6 +40,17 @@ class Rule:
     recipe: DelayedScaling
     group: Any = None
     session: "Session" = field(compare=False, kw_only=True, repr=False)
+    _hash: int = field(init=False, compare=False, repr=False)  # every amax that is staged asks for it
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.recipe, self.group)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def says(self, recipe: DelayedScaling, group: Any) -> bool:
+        """Whether the rule has this recipe and group."""
+        return (self.recipe, self.group) == (recipe, group)
 
     @property
     def shared(self) -> bool:
@@ -83,6 +94,7 @@ class Session:
         self._modules: WeakValueDictionary[Place, Scaled] = WeakValueDictionary()
         self._made = dict.fromkeys(Line, 0)
         self._rules: WeakValueDictionary[int, Rule] = WeakValueDictionary()
+        self._latest: Numbered | None = None
         self._recent: deque[Rule] = deque(maxlen=REMEMBERED)  # a step then has the rule of the step before
         self._lasting: dict[int, Rule] = {}  # those of compiled graphs
         self._lock = threading.RLock()
@@ -145,15 +157,21 @@ class Session:
     def rule(self, recipe: DelayedScaling, group: Any) -> Numbered:
         """The rule of a recipe and a group; an existing equal one if there is any. The caller must hold it to keep it
         alive."""
-        wanted = Rule(recipe, group, session=self)
+        latest = self._latest
+        if latest is None or not latest.rule.says(recipe, group):
+            latest = self._latest = self._numbered(recipe, group)
+        return latest
+
+    def _numbered(self, recipe: DelayedScaling, group: Any) -> Numbered:
         with self._lock:
-            for number, same in list(self._rules.items()):
-                if same == wanted:
-                    return Numbered(number, same)
-            number = RULES.add(wanted)
-            self._rules[number] = wanted
-            self._recent.append(wanted)
-        return Numbered(number, wanted)
+            for number, rule in list(self._rules.items()):
+                if rule.says(recipe, group):
+                    return Numbered(number, rule)
+            rule = Rule(recipe, group, session=self)
+            number = RULES.add(rule)
+            self._rules[number] = rule
+            self._recent.append(rule)
+        return Numbered(number, rule)
 
     def keep(self, number: int, rule: Rule) -> None:
         """Hold a rule as long as the session exists."""

@@ -43,7 +43,9 @@ class Step:
     def add(self, module: Scaled, rule: Rule) -> None:
         """Note that a module staged amaxes by a rule."""
         module.session.staged(module)
-        self.ran.setdefault(rule, {})[module.key] = module
+        if (modules := self.ran.get(rule)) is None:
+            modules = self.ran[rule] = {}
+        modules[module.key] = module
 
     def finish(self) -> None:
         """Update every state that was staged; one op (and one collective) per rule, normally one in all."""
@@ -126,8 +128,14 @@ def _update_together(direction: Direction, rule: Rule, expecting: bool) -> None:
 
 
 def _update(modules: Iterable[Scaled], direction: Direction, recipe: DelayedScaling) -> None:
-    named = [(name, m.scaling[name]) for m in modules for name in m.tensors[direction]]
-    update([Entry(state, fp8_max(recipe, name)) for name, state in named], recipe)
+    limits: dict[str, float] = {}
+    entries = []
+    for module in modules:
+        for name in module.tensors[direction]:
+            if name not in limits:
+                limits[name] = fp8_max(recipe, name)
+            entries.append(Entry(module.scaling[name], limits[name]))
+    update(entries, recipe)
 
 
 _BACKWARD: WeakValueDictionary[int, Step] = WeakValueDictionary()  # by the number of a pass that is running

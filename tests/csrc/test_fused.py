@@ -136,6 +136,27 @@ def test_rotary_write_kv(level, shape, stored, high):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
+@pytest.mark.parametrize("case", cases("quantize_delayed"), ids=lambda case: case.name)
+def test_quantize_delayed(level, case):
+    """Data, scale and what it leaves in the history."""
+    found, expected = case.make(), case.make()
+    results = OPS.quantize_delayed(*found), reference.quantize_delayed(*expected)
+    for one, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(one.float(), wanted.float(), rtol=0, atol=0, equal_nan=True)
+    if expected[2] is not None:
+        assert torch.equal(found[2], expected[2])
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (8, 8), (128, 128), (131, 300), (7, 200), (200, 7), (0, 5), (5, 0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_transpose_half(level, dtype, shape):
+    x = hostile(*shape, dtype)
+    for given in (x, hostile(shape[0], 2 * shape[1], dtype)[:, ::2], hostile(*reversed(shape), dtype).t()):
+        found = OPS.transpose_half(given)
+        assert found.is_contiguous()
+        assert_bits_equal(found, given.t().contiguous())
+
+
 @pytest.mark.parametrize("high", HIGH)
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("shape", [(1, 1), (64, 64), (65, 130), (7, 200), (200, 7), (0, 5), (5, 0)])

@@ -41,6 +41,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "quantize": ("tiles 64x256",),
     "quantize_block": ("(1, False)", "(128, False)", "(1, True)"),
     "quantize_current": ("(False,)",),
+    "quantize_delayed": ("tiles 64x256",),
     "quantize_rowwise": ("(False,)",),
     "quantize_transpose": ("tiles 64x256",),
     "rms_norm": ("",),
@@ -50,6 +51,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "rotary_write_kv": ("",),
     "silu_mul": ("",),
     "transpose_fp8": ("",),
+    "transpose_half": ("",),
     "watched_mm_add": ("(1, 40, 1200) tensor torch.bfloat16", "(33, 16, 144) row torch.bfloat16"),
     "write_kv": ("",),
 }

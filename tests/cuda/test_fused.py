@@ -25,6 +25,19 @@ def test_quantize_transpose(kernels, case):
     assert torch.equal(found[2], expected[2])
 
 
+@pytest.mark.parametrize("case", cases("quantize_delayed"), ids=lambda case: case.name)
+def test_quantize_delayed(kernels, case):
+    """The history, too: what the kernel wrote there comes back with its argument."""
+    x, scale, history, *rest = case.make()
+    here = [None if t is None else kernels.here(t) for t in (x, scale, history)]
+    found, expected = kernels.ops.quantize_delayed(*here, *rest), reference.quantize_delayed(x, scale, history, *rest)
+    for one, wanted in zip(found[:2], expected[:2], strict=True):
+        assert_fp8_equal(one.cpu(), wanted)
+    assert_bits_equal(found[2].cpu(), expected[2])
+    if history is not None:
+        assert torch.equal(here[2].cpu(), history)
+
+
 @pytest.mark.parametrize("shape", [(128, 256), (144, 136), (131, 300)])
 def test_quantize_transpose_of_many_tiles(kernels, shape):
     args = hostile(*shape, torch.bfloat16, seed=3), torch.tensor(3.0), FORMATS[1]

@@ -1,10 +1,10 @@
-"""What serving counts of its inputs as it casts them, and the transpose of FP8 data, on the device."""
+"""What serving counts of its inputs as it casts them, and transposes, on the device."""
 
 import pytest
 import torch
 
 from fp8serve.fp8.ops import cases
-from tests.csrc.helpers import assert_fp8_equal
+from tests.csrc.helpers import assert_bits_equal, assert_fp8_equal
 from tests.csrc.test_watch import assert_counts
 
 
@@ -36,3 +36,15 @@ def test_counters_only_rise(kernels):
 def test_transpose(kernels, case):
     (q,) = case.make()
     assert_fp8_equal(kernels.run("transpose_fp8", q), q.t().contiguous())
+
+
+@pytest.mark.parametrize("case", cases("transpose_half"), ids=lambda case: case.name)
+def test_transpose_of_two_bytes(kernels, case):
+    (x,) = case.make()
+    assert_bits_equal(kernels.run("transpose_half", x), x.t().contiguous())
+
+
+def test_transpose_of_a_part_that_is_not_aligned(kernels):
+    x = torch.randn(65, 320, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
+    here = kernels.here(x.flatten())[8 * 320 + 1 : 8 * 320 + 1 + 48 * 64].view(48, 64)
+    assert_bits_equal(kernels.ops.transpose_half(here).cpu(), here.cpu().t().contiguous())

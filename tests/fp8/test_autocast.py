@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Linear, autocast, convert, scaling_state
 from fp8serve.errors import RecipeError
+from fp8serve.fp8 import scaling
 from fp8serve.fp8.ops import arithmetic
 from fp8serve.fp8.recipe import Recipe
 from fp8serve.fp8.session import REMEMBERED, RULES
@@ -74,13 +75,13 @@ def test_several_calls_in_one_context_are_one_step() -> None:
 def test_all_states_are_updated_by_one_op(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = [layer(seed) for seed in range(3)]
     sizes: list[int] = []
-    kernel = torch.ops.fp8serve.delayed_update
+    kernel = scaling._delayed_update
 
     def counting(*args: Any) -> None:
         sizes.append(len(args[0]))
         kernel(*args)
 
-    monkeypatch.setattr(torch.ops.fp8serve, "delayed_update", counting)
+    monkeypatch.setattr(scaling, "_delayed_update", counting)
     with autocast(recipe=SHORT):
         x = batch()
         for module in modules:

@@ -1,6 +1,7 @@
 """Operand layouts: both paths give the same bits; transposed copies are made where, and only where, they are needed."""
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Linear, autocast
+from fp8serve.fp8 import casting, devices, linear
 from fp8serve.fp8.devices import Layout, layout_of, operand_layout
 from fp8serve.fp8.ops import Case, cases, reference
 from fp8serve.fp8.recipe import Recipe
@@ -40,21 +42,22 @@ def test_layouts_give_the_same_bits(recipe: Recipe) -> None:
         assert torch.equal(a, b)
 
 
-def spied(monkeypatch: pytest.MonkeyPatch, name: str) -> list[tuple[Any, ...]]:
+def spied(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[tuple[Any, ...]]:
+    """The calls of an op by the name that a module has for it."""
     calls: list[tuple[Any, ...]] = []
-    kernel: Callable[..., Any] = getattr(torch.ops.fp8serve, name)
+    kernel: Callable[..., Any] = getattr(module, name)
 
     def spy(*args: Any) -> Any:
         calls.append(args)
         return kernel(*args)
 
-    monkeypatch.setattr(torch.ops.fp8serve, name, spy)
+    monkeypatch.setattr(module, name, spy)
     return calls
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=repr)
 def test_tn_devices_get_both_operands_contiguous(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = spied(monkeypatch, "scaled_mm")
+    calls = spied(monkeypatch, linear, "_scaled_mm")
     step(recipe, "tn")
     assert len(calls) == 6
     assert all(t.is_contiguous() for a, b, *_ in calls for t in (a, b))
@@ -62,27 +65,28 @@ def test_tn_devices_get_both_operands_contiguous(recipe: Recipe, monkeypatch: py
 
 def test_any_layout_devices_get_views(monkeypatch: pytest.MonkeyPatch) -> None:
     """dgrad and wgrad read the very data of the forward pass."""
-    multiplied, transposed = spied(monkeypatch, "scaled_mm"), spied(monkeypatch, "quantize_transpose")
+    multiplied, cast = spied(monkeypatch, linear, "_scaled_mm"), spied(monkeypatch, casting, "_quantize_delayed")
     step(RECIPES[0], "any")
     forward, dgrad, wgrad = multiplied[:3]
     assert dgrad[1].data_ptr() == forward[1].data_ptr()
     assert wgrad[1].data_ptr() == forward[0].data_ptr()
     assert dgrad[1].stride() == (1, 40)
-    assert not transposed
+    assert not any(is_turned for *_, is_turned, _ in cast)
 
 
 def test_cast_and_transpose_is_one_op_on_tn_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    fused = spied(monkeypatch, "quantize_transpose")
+    cast, turned = spied(monkeypatch, casting, "_quantize_delayed"), spied(monkeypatch, casting, "_transpose_fp8")
     step(RECIPES[0], "tn")
-    assert len(fused) == 6  # input, weight and gradient, two steps
+    assert [is_turned for *_, is_turned, _ in cast] == [True] * 6  # input, weight and gradient, two steps
+    assert not turned
 
 
 def test_nothing_is_transposed_without_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    fused = spied(monkeypatch, "quantize_transpose")
+    cast = spied(monkeypatch, casting, "_quantize_delayed")
     layer = Linear(8, 8)
     with torch.no_grad(), autocast():
         layer(torch.ones(2, 8))
-    assert not fused
+    assert [is_turned for *_, is_turned, _ in cast] == [False] * 2
 
 
 @pytest.mark.parametrize("case", cases("quantize_transpose"), ids=lambda c: c.name)
@@ -107,5 +111,9 @@ def test_the_layout_is_a_property_of_the_device() -> None:
     ("capability", "layout"), [((8, 9), "tn"), ((9, 0), "tn"), ((10, 0), "any"), ((10, 3), "any"), ((12, 0), "any")]
 )
 def test_gpu_generations(capability: tuple[int, int], layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices._is_blackwell.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert layout_of(torch.device("cuda")) == layout
+    try:
+        assert layout_of(torch.device("cuda")) == layout
+    finally:
+        devices._is_blackwell.cache_clear()

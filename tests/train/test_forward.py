@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -162,14 +163,14 @@ def test_a_weight_is_quantized_once_while_gradients_accumulate(
 def count_quantizations(monkeypatch: pytest.MonkeyPatch, wanted: Callable[[Tensor], bool]) -> list[Tensor]:
     from fp8serve.fp8 import casting, linear
 
-    real, seen = casting.cast_delayed, []
+    real, seen = casting.cast_recording, []
 
-    def counting(x: Tensor, *args: object) -> object:
+    def counting(x: Tensor, *args: Any, **options: Any) -> object:
         if wanted(x):
             seen.append(x)
-        return real(x, *args)  # type: ignore[arg-type]
+        return real(x, *args, **options)
 
-    monkeypatch.setattr(linear, "cast_delayed", counting)
+    monkeypatch.setattr(linear, "cast_recording", counting)
     return seen
 
 

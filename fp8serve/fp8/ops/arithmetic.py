@@ -66,6 +66,12 @@ def scale_from_amax(amax: Tensor, fp8_max: float, power_2: bool) -> Tensor:
     return torch.where((amax > 0) & amax.isfinite(), scale, torch.ones_like(scale))
 
 
+def inverse_of(scale: Tensor, amax: Tensor, infinity_is_nan: bool) -> Tensor:
+    """1 / scale; with `infinity_is_nan` NaN where the amax that the scale was made of, of its shape, is infinite."""
+    inverse = scale.reciprocal()
+    return torch.where(amax.isinf(), torch.nan, inverse) if infinity_is_nan else inverse
+
+
 def expand(scale: Tensor, rows: int, cols: int) -> Tensor:
     """A scale of any granularity in a shape that broadcasts over [rows, cols]."""
     if scale.dim() == 0:

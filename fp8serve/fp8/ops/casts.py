@@ -1,4 +1,4 @@
-"""Casts to FP8: by a given scale, by the tensor's own, by row and by block; and transposes of FP8 data."""
+"""Casts to FP8: by a given scale, by the tensor's own, by row and by block; and transposes."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +9,17 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor
 
-from fp8serve.fp8.ops.arithmetic import BLOCK, FLT_MAX, FP8_MAX, amax, blocks, expand, saturate, scale_from_amax
+from fp8serve.fp8.ops.arithmetic import (
+    BLOCK,
+    FLT_MAX,
+    FP8_MAX,
+    amax,
+    blocks,
+    expand,
+    inverse_of,
+    saturate,
+    scale_from_amax,
+)
 from fp8serve.fp8.ops.fakes import fake_cast
 from fp8serve.fp8.ops.inputs import hostile, quantized, tiles
 from fp8serve.fp8.ops.registry import Case, define
@@ -32,7 +42,7 @@ def _inputs() -> dict[str, Callable[[], Tensor]]:
     }
 
 
-def _given_scale_cases() -> list[Case]:
+def given_scale_cases() -> list[Case]:
     def make(x: Callable[[], Tensor], dtype: torch.dtype, scale: float) -> tuple[Any, ...]:
         return x(), torch.tensor(scale), dtype
 
@@ -57,7 +67,7 @@ define(
     "quantize(Tensor x, Tensor scale, ScalarType dtype) -> (Tensor q, Tensor amax)",
     quantize,
     fake=fake_cast,
-    cases=_given_scale_cases,
+    cases=given_scale_cases,
     recipes=("delayed",),
 )
 
@@ -83,67 +93,82 @@ define(
     quantize_transpose,
     composition=_composed_transpose,
     fake=_fake_transpose,
-    cases=_given_scale_cases,
+    cases=given_scale_cases,
 )
 
 
-def quantize_current(x: Tensor, dtype: torch.dtype, power_2: bool) -> tuple[Tensor, Tensor]:
-    """Quantize by the tensor's own amax: (q, scale_inv [])."""
-    scale = scale_from_amax(amax(x), FP8_MAX[dtype], power_2)
-    return saturate(x.float() * scale, dtype), scale.reciprocal()
+def quantize_current(
+    x: Tensor, dtype: torch.dtype, power_2: bool, infinity_is_nan: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Quantize by the tensor's own amax: (q, scale_inv []). infinity_is_nan: an infinite amax makes scale_inv NaN."""
+    largest = amax(x)
+    scale = scale_from_amax(largest, FP8_MAX[dtype], power_2)
+    return saturate(x.float() * scale, dtype), inverse_of(scale, largest, infinity_is_nan)
 
 
-def _fake_current(x: Tensor, dtype: torch.dtype, power_2: bool) -> tuple[Tensor, Tensor]:
+def _fake_current(x: Tensor, dtype: torch.dtype, *rest: bool) -> tuple[Tensor, Tensor]:
     return torch.empty(x.shape, dtype=dtype, device=x.device), x.new_empty((), dtype=torch.float32)
 
 
 define(
-    "quantize_current(Tensor x, ScalarType dtype, bool power_2) -> (Tensor q, Tensor scale_inv)",
+    "quantize_current(Tensor x, ScalarType dtype, bool power_2, bool infinity_is_nan=False)"
+    " -> (Tensor q, Tensor scale_inv)",
     quantize_current,
     fake=_fake_current,
-    cases=partial(_cast_cases, (False,), (True,)),
+    cases=partial(_cast_cases, (False,), (True,), (False, True)),
     recipes=("current",),
 )
 
 
-def quantize_rowwise(x: Tensor, dtype: torch.dtype, power_2: bool) -> tuple[Tensor, Tensor]:
-    """Quantize x [M, K] by the amax of each row: (q, scale_inv [M, 1])."""
-    scale = scale_from_amax(amax(x, (1,)), FP8_MAX[dtype], power_2).unsqueeze(1)
-    return saturate(x.float() * scale, dtype), scale.reciprocal()
+def quantize_rowwise(
+    x: Tensor, dtype: torch.dtype, power_2: bool, infinity_is_nan: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Quantize x [M, K] by the amax of each row: (q, scale_inv [M, 1]). infinity_is_nan: as in `quantize_current`."""
+    largest = amax(x, (1,)).unsqueeze(1)
+    scale = scale_from_amax(largest, FP8_MAX[dtype], power_2)
+    return saturate(x.float() * scale, dtype), inverse_of(scale, largest, infinity_is_nan)
 
 
-def _fake_rowwise(x: Tensor, dtype: torch.dtype, power_2: bool) -> tuple[Tensor, Tensor]:
+def _fake_rowwise(x: Tensor, dtype: torch.dtype, *rest: bool) -> tuple[Tensor, Tensor]:
     return torch.empty(x.shape, dtype=dtype, device=x.device), x.new_empty((x.shape[0], 1), dtype=torch.float32)
 
 
 define(
-    "quantize_rowwise(Tensor x, ScalarType dtype, bool power_2) -> (Tensor q, Tensor scale_inv)",
+    "quantize_rowwise(Tensor x, ScalarType dtype, bool power_2, bool infinity_is_nan=False)"
+    " -> (Tensor q, Tensor scale_inv)",
     quantize_rowwise,
     fake=_fake_rowwise,
-    cases=partial(_cast_cases, (False,), (True,)),
+    cases=partial(_cast_cases, (False,), (True,), (False, True)),
     recipes=("rowwise",),
 )
 
 
-def quantize_block(x: Tensor, dtype: torch.dtype, block_rows: int, power_2: bool) -> tuple[Tensor, Tensor]:
-    """Quantize x [M, K] by the amax of each block of block_rows x 128, ragged edges padded with zeros."""
+def quantize_block(
+    x: Tensor, dtype: torch.dtype, block_rows: int, power_2: bool, infinity_is_nan: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Quantize x [M, K] by the amax of each block of block_rows x 128, ragged edges padded with zeros.
+
+    infinity_is_nan: as in `quantize_current`.
+    """
     rows, cols = x.shape
     padded = F.pad(x, (0, -cols % BLOCK, 0, -rows % block_rows))
     tiled = padded.view(padded.shape[0] // block_rows, block_rows, padded.shape[1] // BLOCK, BLOCK)
-    scale = scale_from_amax(amax(tiled, (1, 3)), FP8_MAX[dtype], power_2)
-    return saturate(x.float() * expand(scale, rows, cols), dtype), scale.reciprocal()
+    largest = amax(tiled, (1, 3))
+    scale = scale_from_amax(largest, FP8_MAX[dtype], power_2)
+    return saturate(x.float() * expand(scale, rows, cols), dtype), inverse_of(scale, largest, infinity_is_nan)
 
 
-def _fake_block(x: Tensor, dtype: torch.dtype, block_rows: int, power_2: bool) -> tuple[Tensor, Tensor]:
+def _fake_block(x: Tensor, dtype: torch.dtype, block_rows: int, *rest: bool) -> tuple[Tensor, Tensor]:
     shape = (-(-x.shape[0] // block_rows), blocks(x.shape[1]))
     return torch.empty(x.shape, dtype=dtype, device=x.device), x.new_empty(shape, dtype=torch.float32)
 
 
 define(
-    "quantize_block(Tensor x, ScalarType dtype, int block_rows, bool power_2) -> (Tensor q, Tensor scale_inv)",
+    "quantize_block(Tensor x, ScalarType dtype, int block_rows, bool power_2, bool infinity_is_nan=False)"
+    " -> (Tensor q, Tensor scale_inv)",
     quantize_block,
     fake=_fake_block,
-    cases=partial(_cast_cases, (1, False), (128, False), (1, True)),
+    cases=partial(_cast_cases, (1, False), (128, False), (1, True), (1, False, True), (128, False, True)),
     recipes=("block",),
 )
 
@@ -153,8 +178,8 @@ def transpose_fp8(q: Tensor) -> Tensor:
     return q.t().clone(memory_format=torch.contiguous_format)
 
 
-def _fake_transpose_fp8(q: Tensor) -> Tensor:
-    return q.new_empty((q.shape[1], q.shape[0]))
+def _fake_transposed(x: Tensor) -> Tensor:
+    return x.new_empty((x.shape[1], x.shape[0]))
 
 
 def _turned_case(rows: int, cols: int, dtype: torch.dtype) -> tuple[Any, ...]:
@@ -170,6 +195,29 @@ define(
     "transpose_fp8(Tensor q) -> Tensor",
     transpose_fp8,
     composition=transpose_fp8,
-    fake=_fake_transpose_fp8,
+    fake=_fake_transposed,
     cases=_turned_cases,
+)
+
+
+def transpose_half(x: Tensor) -> Tensor:
+    """x BF16 or FP16 [M, K] as [K, M], contiguous."""
+    return x.t().clone(memory_format=torch.contiguous_format)
+
+
+def _half_case(rows: int, cols: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    return (tiles(rows, cols, dtype, 1),)
+
+
+def _half_cases() -> list[Case]:
+    shapes = ((72, 264), (128, 64), (17, 33), (16, 7), (0, 8), (3, 0))
+    return [Case(f"{s} {d}", partial(_half_case, *s, d)) for s, d in product(shapes, (torch.bfloat16, torch.float16))]
+
+
+define(
+    "transpose_half(Tensor x) -> Tensor",
+    transpose_half,
+    composition=transpose_half,
+    fake=_fake_transposed,
+    cases=_half_cases,
 )

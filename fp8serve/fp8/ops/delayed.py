@@ -1,16 +1,74 @@
-"""Delayed scaling: the update of scales and histories, and the book-keeping of both inside compiled graphs."""
+"""Delayed scaling: the cast, the update of scales and histories, and their book-keeping inside compiled graphs."""
 
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8serve.fp8.ops.arithmetic import FLT_MAX
+from fp8serve.fp8.ops.arithmetic import FLT_MAX, inverse_of
+from fp8serve.fp8.ops.casts import given_scale_cases
 from fp8serve.fp8.ops.fakes import fake_nothing
-from fp8serve.fp8.ops.registry import Case, declare, define
+from fp8serve.fp8.ops.registry import Case, declare, define, reference
 from fp8serve.fp8.torch_private import copy_each
+
+
+def _casting(ops: Any) -> Any:
+    """quantize_delayed by the casts of `ops`."""
+
+    def quantize_delayed(
+        x: Tensor, scale: Tensor, history: Tensor | None, dtype: torch.dtype, turned: bool, infinity_is_nan: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x [M, K] cast by a scale [] that was known before: (q [M, K], q_t, scale_inv []).
+
+        q_t is the transpose of q, [K, M], if `turned`, and else empty. Slot 0 of `history`, FP32 [N], rises to the amax
+        of x; None: nobody records it. infinity_is_nan: scale_inv is NaN if x holds an infinity.
+        """
+        if turned:
+            q, q_t, amax = ops.quantize_transpose(x, scale, dtype)
+        else:
+            (q, amax), q_t = ops.quantize(x, scale, dtype), x.new_empty((0, 0), dtype=dtype)
+        if history is not None:
+            history[0] = torch.maximum(history[0], amax)
+        return q, q_t, inverse_of(scale, amax, infinity_is_nan)
+
+    return quantize_delayed
+
+
+def _fake_cast(
+    x: Tensor, scale: Tensor, history: Tensor | None, dtype: torch.dtype, turned: bool, infinity_is_nan: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    q = torch.empty(x.shape, dtype=dtype, device=x.device)
+    q_t = q.new_empty((x.shape[1], x.shape[0]) if turned else (0, 0))
+    return q, q_t, x.new_empty((), dtype=torch.float32)
+
+
+def _delayed_case(cast: Case, staged: float | None, turned: bool, infinity_is_nan: bool) -> tuple[Any, ...]:
+    x, scale, dtype = cast.make()
+    history = None if staged is None else torch.tensor([staged, 5.0, 7.0])
+    return x, scale, history, dtype, turned, infinity_is_nan
+
+
+def _delayed_cases() -> list[Case]:
+    """The casts by a given scale in turn with what may be asked: what a history has staged is below, between and above
+    their amaxes."""
+    kinds = cycle(((0.0, True, True), (None, True, False), (1e30, False, True), (2.5, False, False), (2.5, True, True)))
+    return [
+        Case(f"{case.name}, {kind}", partial(_delayed_case, case, *kind))
+        for case, kind in zip(given_scale_cases(), kinds, strict=False)
+    ]
+
+
+define(
+    "quantize_delayed(Tensor x, Tensor scale, Tensor(a!)? history, ScalarType dtype, bool turned, bool infinity_is_nan)"
+    " -> (Tensor q, Tensor q_t, Tensor scale_inv)",
+    _casting(reference),
+    composition=_casting(torch.ops.fp8serve),
+    fake=_fake_cast,
+    cases=_delayed_cases,
+    recipes=("delayed",),
+)
 
 
 def _updated(

@@ -14,9 +14,9 @@ from fp8serve.fp8.ops.arithmetic import FP8_MAX
 from fp8serve.fp8.ops.registry import reference
 
 EXACT = frozenset({
-    "quantize", "quantize_transpose", "quantize_current", "quantize_rowwise", "quantize_block", "transpose_fp8",
-    "grouped_quantize", "delayed_update", "write_kv", "rotary", "rotary_write_kv", "sample",
-    "pack_weight", "look_up", "sort_by_expert", "add_weighted",
+    "quantize", "quantize_transpose", "quantize_delayed", "quantize_current", "quantize_rowwise", "quantize_block",
+    "transpose_fp8", "transpose_half", "grouped_quantize", "delayed_update", "write_kv", "rotary", "rotary_write_kv",
+    "sample", "pack_weight", "look_up", "sort_by_expert", "add_weighted",
 })  # fmt: skip
 # Products, judged by the sum of the magnitudes of what was summed.
 _FP8_PRODUCTS = frozenset({
