@@ -43,6 +43,7 @@ class EngineLoad(Checked):
     ] = (1, 4, 8, 16)
     prompt: Prompt = 256
     new: New = 64
+    device: Annotated[str, Len(1), About("cpu or cuda.")] = "cpu"
 
 
 DEFAULT_OUTPUT = 64
