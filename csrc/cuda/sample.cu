@@ -7,10 +7,10 @@
 //
 // Nothing is sorted. top_k and top_p each end at a border: a logit and, among equal ones, how many by their
 // ids. One launch counts, and weighs for top_p, what lies in each of 1024 bins of the distance from the
-// largest logit; the next lists the tokens in the bin that holds the border, which are few; and every block of
-// the launch after it finds the border among those. top_p sees only what top_k left. (min_p is a comparison
-// of weights, and needs no search.) The draw is the inverse of the cumulative distribution of what is kept:
-// the sums of the parts give the part, those of its threads the token.
+// largest logit; the next lists the tokens in the bin that holds the border, which are few; and every block
+// of the launch after it finds the border among those. top_p sees only what top_k left. (min_p is a
+// comparison of weights, and needs no search.) The draw is the inverse of the cumulative distribution of what
+// is kept: the sums of the parts give the part, those of its threads the token.
 //
 // Weights are FP64 as in the reference, their sums integers (sample_mass.h), which are exact in any order: so
 // neither the division into parts nor the order of atomics shows, and a row gives the same token in any
@@ -75,7 +75,9 @@ uint32_t part_of(int64_t rows, int64_t vocab, int multiprocessors) {
   const int64_t tokens = 32 * ceil_over(ceil_over(vocab, parts), 32);
   return static_cast<uint32_t>(std::max<int64_t>(tokens, kLeastPart));
 }
-int threads_for(int64_t vocab) { return static_cast<int>(std::min<int64_t>(32 * ceil_over(vocab, 128), kThreads)); }
+int threads_for(int64_t vocab) {
+  return static_cast<int>(std::min<int64_t>(32 * ceil_over(vocab, 128), kThreads));
+}
 
 Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
               const Tensor& min_p, const Tensor& uniform) {
@@ -98,8 +100,7 @@ Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top
                     .vocab = static_cast<uint32_t>(vocab),
                     .part = part_of(rows, vocab, device.multiprocessors())};
   const dim3 grid(static_cast<unsigned>(rows), static_cast<unsigned>(ceil_over(vocab, draws.part)));
-  for (const auto kernel :
-       {find_ranges, count<kTopK>, collect<kTopK>, count<kTopP>, collect<kTopP>, draw}) {
+  for (const auto kernel : {find_ranges, count<kTopK>, collect<kTopK>, count<kTopP>, collect<kTopP>, draw}) {
     launch_early(kernel, grid, threads_for(vocab), 0, device.stream(), draws);
   }
   return out;

@@ -1,6 +1,6 @@
 """The draw of a token on the device: the reference's, but where the random number is within 1e-15 of a border.
 
-Rows of more than 8192 tokens are shared by several blocks.
+Rows of more than 2048 tokens are shared by several blocks.
 """
 
 import pytest
@@ -121,16 +121,32 @@ def test_rows_that_are_not_numbers_end_on_some_token(kernels, broken, vocab):
     assert_drawn(found[1::2], whole)
 
 
+@pytest.mark.parametrize("likely", [300, 6000])
+def test_a_bin_with_more_tokens_than_are_listed(kernels, likely):
+    """One logit far below the others leaves these in one bin: with different values, or all but a few equal."""
+    args = arguments(9001, 12, 4, True)
+    args[0].mul_(0.01)
+    args[0][:, likely:] = 0.25
+    args[0][:, 5] = -1000.0
+    args[1].clamp_(min=0.7)
+    args[3].mul_(0.997)  # no share of some equal tokens is a whole number of them
+    args[2].copy_(torch.tensor([0, 10, 4000, 8900] * 3))
+    args[3][:4] = 1.0
+    assert_drawn(kernels.run("sample", *args), args)
+
+
 @pytest.mark.emulator
-@pytest.mark.parametrize(("vocab", "launches", "blocks"), [(8192, 1, 1), (8193, 3, 9), (32000, 3, 16), (128256, 3, 16)])
-def test_long_rows_are_shared(vocab, launches, blocks):
-    """By blocks whose number depends on the length of a row alone; three launches, of which the last draws."""
+@pytest.mark.parametrize(
+    ("rows", "vocab", "parts"), [(1, 2048, 1), (1, 4000, 2), (1, 128256, 8), (2, 32000, 4), (12, 32000, 1)]
+)
+def test_long_rows_are_shared(rows, vocab, parts):
+    """By two blocks for each of the four multiprocessors: six launches, of which the last draws."""
     kernels_on("emulated")
     gpu = emulated.emulator()
-    args = arguments(vocab, 2, 1, False)
+    args = arguments(vocab, rows, 1, False)
     gpu.blocks()
     assert_drawn(gpu.ops.sample(*args), args)
-    assert gpu.blocks() == [2 * blocks] * (launches - 1) + [2]
+    assert gpu.blocks() == 6 * [rows * parts]
 
 
 @pytest.mark.gpu
