@@ -23,7 +23,7 @@ def test_kernels_are_those_of_ops(tmp_path: Path) -> None:
 
 def test_recipes_need_the_ops_of_their_linear_layers() -> None:
     assert ops.recipe_ops() == {
-        "delayed": ("quantize", "scaled_mm", "delayed_update"),
+        "delayed": ("quantize", "scaled_mm", "quantize_delayed", "delayed_update"),
         "current": ("quantize_current", "scaled_mm"),
         "rowwise": ("quantize_rowwise", "scaled_mm"),
         "block": ("quantize_block", "scaled_mm"),

@@ -166,7 +166,7 @@ class DotProductAttention(Stateful):
         if (rules := delayed(recipe)) is not None and context.rule is not None:
             prepare(self, context.rule, context.held, rules.amax_history_len)
         states = {} if rules is None else self.scaling
-        if context.rule is not None and graph and differentiable:
+        if context.rule is not None and context.held is not None and graph and differentiable:
             expect_backward(states["q"].amax_history, context.rule, context.held)
         return Rounding(
             self.key, recipe, context.rule, context.held, states, context.enabled, graph or context.calibrating

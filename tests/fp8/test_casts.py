@@ -141,22 +141,47 @@ def expected_blocks(x: Tensor, dtype: torch.dtype, rows: int, cols: int, power_2
     return scaled, inverse
 
 
+def holds_infinity(x: Tensor, rows: int, cols: int) -> Tensor:
+    """bool, one for each block of rows x cols."""
+    bands = [torch.stack([part.isinf().any() for part in band.split(cols, 1)]) for band in x.split(rows) if len(band)]
+    return torch.stack(bands) if bands else torch.zeros(0, -(-x.shape[1] // cols), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("case", cases("quantize_current"), ids=lambda c: c.name)
+def test_current_casts(case: Case) -> None:
+    """Rows S1 to S4, and the scale_inv of a gradient that holds an infinity (G5)."""
+    x, dtype, power_2, *infinity_is_nan = case.make()
+    scaled, inverse = expected_blocks(x.float(), dtype, max(x.shape[0], 1), max(x.shape[1], 1), power_2)
+    wanted = inverse.reshape(()) if inverse.numel() else torch.ones(())
+    if infinity_is_nan and x.isinf().any():
+        wanted = torch.tensor(torch.nan)
+    for kernel in (reference.quantize_current, torch.ops.fp8serve.quantize_current):
+        q, scale_inv = kernel(*case.make())
+        torch.testing.assert_close(scale_inv, wanted, rtol=0, atol=0, equal_nan=True)
+        same_bits(q, nearest_bits(scaled, dtype))
+
+
 @pytest.mark.parametrize("case", cases("quantize_block"), ids=lambda c: c.name)
 def test_block_casts(case: Case) -> None:
     """Rows S5 to S7: ragged edges, all-zero blocks, and a block with an infinity does not touch its neighbours."""
-    x, dtype, block_rows, power_2 = case.make()
+    x, dtype, block_rows, power_2, *infinity_is_nan = case.make()
     scaled, inverse = expected_blocks(x.float(), dtype, block_rows, BLOCK, power_2)
+    if infinity_is_nan:
+        inverse = torch.where(holds_infinity(x, block_rows, BLOCK), torch.nan, inverse)
     for kernel in (reference.quantize_block, torch.ops.fp8serve.quantize_block):
-        q, scale_inv = kernel(x, dtype, block_rows, power_2)
-        torch.testing.assert_close(scale_inv, inverse, rtol=0, atol=0)
+        q, scale_inv = kernel(*case.make())
+        torch.testing.assert_close(scale_inv, inverse, rtol=0, atol=0, equal_nan=True)
         same_bits(q, nearest_bits(scaled, dtype))
 
 
 @pytest.mark.parametrize("case", cases("quantize_rowwise"), ids=lambda c: c.name)
 def test_row_casts(case: Case) -> None:
-    x, dtype, power_2 = case.make()
-    scaled, inverse = expected_blocks(x.float(), dtype, 1, max(x.shape[1], 1), power_2)
+    x, dtype, power_2, *infinity_is_nan = case.make()
+    width = max(x.shape[1], 1)
+    scaled, inverse = expected_blocks(x.float(), dtype, 1, width, power_2)
+    if infinity_is_nan:
+        inverse = torch.where(holds_infinity(x, 1, width), torch.nan, inverse)
     for kernel in (reference.quantize_rowwise, torch.ops.fp8serve.quantize_rowwise):
-        q, scale_inv = kernel(x, dtype, power_2)
-        torch.testing.assert_close(scale_inv, inverse, rtol=0, atol=0)
+        q, scale_inv = kernel(*case.make())
+        torch.testing.assert_close(scale_inv, inverse, rtol=0, atol=0, equal_nan=True)
         same_bits(q, nearest_bits(scaled, dtype))
