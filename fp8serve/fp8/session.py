@@ -12,14 +12,16 @@ the places of other modules. If ranks have made different numbers of copies, the
 session that the model owns can. There a module's place is its place in the model. A copy of such a model has its own
 session, which takes no part in the collectives of other models.
 
-A session holds its modules weakly, and they hold it, so it is freed with them.
+A session holds its modules weakly, and they hold it, so it is freed with them. Process groups it holds weakly, too:
+`destroy_process_group` can only end the threads and connections of a group that nothing refers to. A gloo thread that
+is left may still let go of a tensor when the interpreter shuts down, and then the process aborts.
 """
 
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
+from weakref import ReferenceType, WeakKeyDictionary, WeakValueDictionary
 
 from torch import nn
 
@@ -35,21 +37,32 @@ REMEMBERED = 1024  # rules of a session that are not in use at the moment
 
 @dataclass(frozen=True)
 class Rule:
-    """How a state is updated: the recipe that staged it, and the process group and session to reduce over."""
+    """How a state is updated: the recipe that staged it, and the process group and session to reduce over.
+
+    over: the group, None where it has no other rank.
+    """
 
     recipe: DelayedScaling
-    group: Any = None
+    over: "ReferenceType[Any] | None" = None
     session: "Session" = field(compare=False, kw_only=True, repr=False)
 
     @property
     def shared(self) -> bool:
         """Amaxes are reduced over a group."""
-        return self.recipe.reduce_amax and several(self.group)
+        return self.recipe.reduce_amax and self.over is not None
+
+    @property
+    def group(self) -> Any:
+        """The group of a shared rule. RecipeError if it is gone."""
+        group = None if self.over is None else self.over()
+        if group is None:
+            raise RecipeError("The process group was destroyed before the amaxes of this step were reduced over it.")
+        return group
 
     @property
     def attendance(self) -> Attendance:
         """What the ranks of the group have reported."""
-        return self.session.attendance[self.group]
+        return self.session.attendance.setdefault(self.group, Attendance())
 
     def check(self, module: Scaled) -> None:
         """RecipeError if the module would be left out of the collective."""
@@ -86,7 +99,7 @@ class Session:
         self._recent: deque[Rule] = deque(maxlen=REMEMBERED)  # a step then has the rule of the step before
         self._lasting: dict[int, Rule] = {}  # those of compiled graphs
         self._lock = threading.RLock()
-        self.attendance: defaultdict[Any, Attendance] = defaultdict(Attendance)  # by process group
+        self.attendance: WeakKeyDictionary[Any, Attendance] = WeakKeyDictionary()  # by process group
         self.held: Any = None  # the steps.Held that takes what ends, while one update is made of several passes
         self.reach = 0  # one more than the highest place, in either line, that ever staged an amax
         if model is not None:
@@ -145,7 +158,7 @@ class Session:
     def rule(self, recipe: DelayedScaling, group: Any) -> Numbered:
         """The rule of a recipe and a group; an existing equal one if there is any. The caller must hold it to keep it
         alive."""
-        wanted = Rule(recipe, group, session=self)
+        wanted = Rule(recipe, ReferenceType(group) if several(group) else None, session=self)
         with self._lock:
             for number, same in list(self._rules.items()):
                 if same == wanted:
