@@ -5,6 +5,7 @@ exchanged, and added up in the order of the batches (of gradients: `train.exchan
 the same time; rank 0 alone writes and speaks.
 """
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,10 +15,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before there is a group: as a default argument, its functions keep the one that they find
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from fp8serve.errors import Fp8ServeError, GroupError, MachineError
+from fp8serve.fp8.torch_private import forget_shardings
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -132,6 +135,9 @@ def torchrun(device: str = "cpu") -> Iterator[Ranks]:
 
     They meet over gloo, and over NCCL for tensors on GPUs: then each has its own. An error of the input is rank 0's to
     tell; the others end in silence.
+
+    At the end nothing may refer to the group, so that its threads end: one that lets go of its last tensor while the
+    interpreter shuts down aborts the process.
     """
     if not is_rank():
         yield ALONE
@@ -145,6 +151,8 @@ def torchrun(device: str = "cpu") -> Iterator[Ranks]:
         raise SystemExit(1) from None
     finally:
         dist.destroy_process_group()
+        forget_shardings()
+        gc.collect()  # FSDP refers to the group from cycles
 
 
 def _joined(device: str) -> Ranks:

@@ -12,14 +12,16 @@ the places of other modules. If ranks have made different numbers of copies, the
 session that the model owns can. There a module's place is its place in the model. A copy of such a model has its own
 session, which takes no part in the collectives of other models.
 
-A session holds its modules weakly, and they hold it, so it is freed with them.
+A session holds its modules weakly, and they hold it, so it is freed with them. Process groups it holds weakly, too:
+`destroy_process_group` can only end the threads and connections of a group that nothing refers to. A gloo thread that
+is left may still let go of a tensor when the interpreter shuts down, and then the process aborts.
 """
 
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
+from weakref import ReferenceType, WeakKeyDictionary, WeakValueDictionary
 
 from torch import nn
 
@@ -35,32 +37,44 @@ REMEMBERED = 1024  # rules of a session that are not in use at the moment
 
 @dataclass(frozen=True)
 class Rule:
-    """How a state is updated: the recipe that staged it, and the process group and session to reduce over."""
+    """How a state is updated: the recipe that staged it, and the process group and session to reduce over.
+
+    over: the group, None where it has no other rank.
+    """
 
     recipe: DelayedScaling
-    group: Any = None
+    over: "ReferenceType[Any] | None" = None
     session: "Session" = field(compare=False, kw_only=True, repr=False)
     _hash: int = field(init=False, compare=False, repr=False)  # every amax that is staged asks for it
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.recipe, self.group)))
+        object.__setattr__(self, "_hash", hash((self.recipe, self.over)))
 
     def __hash__(self) -> int:
         return self._hash
 
     def says(self, recipe: DelayedScaling, group: Any) -> bool:
-        """Whether the rule has this recipe and group."""
-        return (self.recipe, self.group) == (recipe, group)
+        """Whether the rule has this recipe and group; False also of a group of one rank, which a rule does not hold."""
+        held = None if self.over is None else self.over()
+        return held is group and (self.over is None or held is not None) and self.recipe == recipe
 
     @property
     def shared(self) -> bool:
         """Amaxes are reduced over a group."""
-        return self.recipe.reduce_amax and several(self.group)
+        return self.recipe.reduce_amax and self.over is not None
+
+    @property
+    def group(self) -> Any:
+        """The group of a shared rule. RecipeError if it is gone."""
+        group = None if self.over is None else self.over()
+        if group is None:
+            raise RecipeError("The process group was destroyed before the amaxes of this step were reduced over it.")
+        return group
 
     @property
     def attendance(self) -> Attendance:
         """What the ranks of the group have reported."""
-        return self.session.attendance[self.group]
+        return self.session.attendance.setdefault(self.group, Attendance())
 
     def check(self, module: Scaled) -> None:
         """RecipeError if the module would be left out of the collective."""
@@ -98,7 +112,7 @@ class Session:
         self._recent: deque[Rule] = deque(maxlen=REMEMBERED)  # a step then has the rule of the step before
         self._lasting: dict[int, Rule] = {}  # those of compiled graphs
         self._lock = threading.RLock()
-        self.attendance: defaultdict[Any, Attendance] = defaultdict(Attendance)  # by process group
+        self.attendance: WeakKeyDictionary[Any, Attendance] = WeakKeyDictionary()  # by process group
         self.held: Any = None  # the steps.Held that takes what ends, while one update is made of several passes
         self.reach = 0  # one more than the highest place, in either line, that ever staged an amax
         if model is not None:
@@ -163,15 +177,15 @@ class Session:
         return latest
 
     def _numbered(self, recipe: DelayedScaling, group: Any) -> Numbered:
+        wanted = Rule(recipe, ReferenceType(group) if several(group) else None, session=self)
         with self._lock:
-            for number, rule in list(self._rules.items()):
-                if rule.says(recipe, group):
-                    return Numbered(number, rule)
-            rule = Rule(recipe, group, session=self)
-            number = RULES.add(rule)
-            self._rules[number] = rule
-            self._recent.append(rule)
-        return Numbered(number, rule)
+            for number, same in list(self._rules.items()):
+                if same == wanted:
+                    return Numbered(number, same)
+            number = RULES.add(wanted)
+            self._rules[number] = wanted
+            self._recent.append(wanted)
+        return Numbered(number, wanted)
 
     def keep(self, number: int, rule: Rule) -> None:
         """Hold a rule as long as the session exists."""

@@ -4,6 +4,7 @@ Private names may disappear in an upgrade. NAMES lists them; tests/fp8/test_torc
 allows no private name in other modules. Names that cost time to import are looked up where they are used.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
@@ -26,6 +27,7 @@ NAMES = {
     "torch.utils._pytree.tree_map": "reaches tensors inside of arguments",
     "torch._foreach_copy_": "copies many small tensors in one call",
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "has FSDP2 put shards where they stay",
+    "torch.distributed.tensor.debug._clear_sharding_prop_cache": "makes DTensor forget the process groups it has seen",
     "torch._C._dispatch_has_kernel_for_dispatch_key": "tells which device has a kernel for an op",
 }
 MAY_BE_MISSING = {"torch._C._cuda_getDriverVersion": "is there in a torch that was built with CUDA"}
@@ -120,3 +122,11 @@ def settle_shards(module: Any) -> None:
     """Have FSDP2 put the shards of a root module to where they stay, which it does otherwise in the first forward
     pass."""
     module._get_fsdp_state()._lazy_init()
+
+
+def forget_shardings() -> None:
+    """Clear DTensor's caches, which keep meshes and with them process groups; nothing if it was never imported."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]

@@ -26,7 +26,7 @@ from tests.patience import PATIENCE, until
 
 from . import spoiled
 from .conftest import TEXTS, Configure, write_lines
-from .test_job_process import events, finish, make_job, run_whole, start
+from .test_job_process import ROOT, events, finish, make_job, run_whole, start
 from .test_resume import TIMES, every_file
 from .test_trainer import after
 
@@ -225,30 +225,36 @@ def test_rank_0_killed_at_every_fifth_point_writes_the_same_directory(tmp_path: 
     assert finish(job, "group-kills", str(whole), "5") >= 4
 
 
-def test_torchrun_starts_the_command(tmp_path: Path, model_dir: Path, data: Path) -> None:
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "fp8serve",
-    ]
+def under_torchrun(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", module]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [*launcher, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, env=environment)
+
+
+@pytest.fixture
+def finetune(tmp_path: Path, model_dir: Path, data: Path) -> list[str]:
+    """The arguments of a command for two steps."""
     options = ["--data", str(data), "--out", str(tmp_path / "out"), "--batch-size", "2", "--seq-len", "64", "--json"]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    return ["finetune", str(model_dir), *options, "--max-steps", "2"]
 
-    def run(*more: str) -> subprocess.CompletedProcess[str]:
-        command = [*launcher, "finetune", str(model_dir), *options, "--max-steps", "2", *more]
-        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment)
 
-    done = run("--accumulate", "2")
+def test_torchrun_starts_the_command(finetune: list[str]) -> None:
+    done = under_torchrun("fp8serve", *finetune, "--accumulate", "2")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["status"] == "succeeded"  # one of them speaks
-    refused = run("--accumulate", "1")
+    refused = under_torchrun("fp8serve", *finetune, "--accumulate", "1")
     assert refused.returncode == 1
     assert refused.stderr.count("2 processes divide the microbatches of a step") == 1, refused.stderr
+
+
+@pytest.mark.parametrize("more", [[], ["--fsdp"]], ids=["whole", "fsdp"])
+def test_no_thread_of_the_group_outlives_the_command(finetune: list[str], more: list[str]) -> None:
+    """One that is left may let go of a tensor while the interpreter shuts down, which aborts the process."""
+    done = under_torchrun("tests.train.threads_left", *finetune, "--accumulate", "2", *more)
+    assert done.returncode == 0, done.stderr
+    left = [line for line in done.stderr.splitlines() if line.startswith("threads left:")]
+    assert [line.count("', '") for line in left] == [0, 0], done.stderr
 
 
 def test_a_job_has_no_more_processes_than_a_step_has_microbatches(tmp_path: Path, configure: Configure) -> None:

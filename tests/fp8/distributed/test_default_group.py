@@ -3,6 +3,7 @@
 Whoever wants scales of each rank's own says so with `reduce_amax=False`; what runs on one rank alone says it by itself.
 """
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8serve import DelayedScaling, Linear, autocast, scaling_state
 from fp8serve.calibration.pipeline import calibrate
+from fp8serve.errors import RecipeError
 from fp8serve.fp8.recipe import Recipe
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.trainer import Trainer
@@ -106,6 +108,43 @@ def anew(rank: int) -> float:
 
 def test_another_default_group_is_noticed_and_a_group_of_one_sends_nothing() -> None:
     assert on_ranks(2, anew) == [3.0, 6.0]
+
+
+def left_behind(rank: int) -> bool:
+    """Whether anything still refers to a group that was reduced over and destroyed."""
+    layer, group = Linear(8, 8), dist.new_group([0, 1])
+    with autocast(recipe=SHORT, amax_reduction_group=group):
+        y = layer(torch.ones(2, 8))
+    y.sum().backward()
+    dist.barrier()
+    found = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group
+    return found() is not None
+
+
+def test_the_common_session_lets_a_destroyed_group_go() -> None:
+    """Otherwise its threads would live as long as the process."""
+    assert on_ranks(2, left_behind) == [False, False]
+
+
+def destroyed_too_early(rank: int) -> str:
+    layer, group = Linear(8, 8), dist.new_group([0, 1])
+    with autocast(recipe=SHORT, amax_reduction_group=group):
+        y = layer(torch.ones(2, 8))
+    dist.barrier()
+    dist.destroy_process_group(group)
+    del group
+    try:
+        y.sum().backward()
+    except RecipeError as error:
+        return str(error)
+    return "gradients of one rank alone"
+
+
+def test_a_backward_pass_without_its_group_is_refused() -> None:
+    told = "The process group was destroyed before the amaxes of this step were reduced over it."
+    assert on_ranks(2, destroyed_too_early) == [told, told]
 
 
 def whole_job(rank: int, folder: str) -> int:
