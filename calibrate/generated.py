@@ -91,7 +91,8 @@ class _Cache:
         config = decoder.config
         per_sequence = -(-max(rooms) // BLOCK)
         blocks = per_sequence * len(rooms)
-        self._decoder, self._device, self._scales = decoder, device, scales
+        self._decoder, self._device = decoder, device
+        self._scales = {layer: (k.to(device), v.to(device)) for layer, (k, v) in scales.items()}
         self._tables = torch.arange(blocks, dtype=torch.int32, device=device).view(len(rooms), per_sequence)
         self._starts = [i * per_sequence * BLOCK for i in range(len(rooms))]  # slots of the first tokens
         self._lengths = [0] * len(rooms)

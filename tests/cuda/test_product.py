@@ -120,8 +120,9 @@ def test_the_main_job(device: str, base: Path, tmp_path: Path) -> None:
     """Calibrates, serves, fine-tunes the calibrated model with an interruption, and serves again."""
     fp8 = tmp_path / "fp8"
     report = calibrate(
-        base, out=fp8, recipe=DelayedScaling(amax_history_len=16), samples=8, seq_len=64, gradients=True, device=device
-    )
+        base, out=fp8, recipe=DelayedScaling(amax_history_len=16), samples=8, seq_len=64, gradients=True, kv_cache=True,
+        device=device,
+    )  # fmt: skip
     assert report.quality.kl_divergence is not None
     assert json.loads((fp8 / "config.json").read_text())["quantization_config"]
     before = greedy(serve(fp8, device), SENTENCES[:2])
