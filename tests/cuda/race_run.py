@@ -22,9 +22,9 @@ from fp8serve.fp8.ops import cases
 from fp8serve.fp8.selfcheck.agreement import tensors
 from tests.csrc.test_sample import arguments
 from tests.cuda import emulated
+from tests.cuda.accumulation import assert_within_accumulation
 from tests.cuda.conftest import Kernels
 from tests.cuda.test_attention import Paged
-from tests.cuda.accumulation import assert_within_accumulation
 from tests.cuda.test_gemm import operands
 from tests.cuda.test_sample import NEUTRAL, assert_drawn
 

@@ -4,7 +4,16 @@ import pytest
 import torch
 
 from fp8serve.fp8.ops import cases, reference
-from tests.csrc.helpers import FORMATS, HIGH, all_bf16, all_fp16, assert_bits_equal, assert_fp8_equal, hostile, stratified_fp32
+from tests.csrc.helpers import (
+    FORMATS,
+    HIGH,
+    all_bf16,
+    all_fp16,
+    assert_bits_equal,
+    assert_fp8_equal,
+    hostile,
+    stratified_fp32,
+)
 
 CASTS = ("quantize", "quantize_current", "quantize_rowwise", "quantize_block")
 ALL = [(op, case) for op in CASTS for case in cases(op)]
