@@ -6,7 +6,7 @@ from tests.csrc.test_gemm import exact
 
 SHARP = 2.0**-12  # of the magnitudes behind an element, for FP32 sums: on a CPU and on the emulated GPU
 MOST = 2.0**-8  # for tensor cores that keep 13 fraction bits, as Hopper's (tests/cuda/hopper.py); see agreement.py
-MEAN = 2.0**-13  # of the elements of such a product; what is cut off has both signs
+MEAN = 2.0**-13  # on average over the elements of such a product, because what is cut off has both signs
 
 
 def magnitudes(a, b, a_scale, b_scale):

@@ -13,9 +13,9 @@ from fp8serve.fp8.ops import OPS, compiled_for
 from fp8serve.fp8.selfcheck.candidates import for_gpu
 from tests.csrc.test_sample import arguments
 from tests.cuda import emulated
+from tests.cuda.accumulation import assert_within_accumulation
 from tests.cuda.conftest import Kernels, kernels_on
 from tests.cuda.test_attention import Paged
-from tests.cuda.accumulation import assert_within_accumulation
 from tests.cuda.test_gemm import operands
 
 # Capability, multiprocessors, and bytes of shared memory that a block may have: CUDA's programming guide.

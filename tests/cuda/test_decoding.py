@@ -1,5 +1,7 @@
 """Decoding and training on a GPU with torch alone, without files. On the CPU the tests prove themselves."""
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("numpy")
+pytest.importorskip("annotated_types")
 
 from fp8serve.engine import runner
 from fp8serve.engine.graphs import CudaCapture
@@ -23,14 +26,13 @@ from fp8serve.fp8.attention import causal_attention
 from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.linear import convert
-from fp8serve.fp8.ops import backends
+from fp8serve.fp8.ops import reference
 from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.model.config.decoder import parse_config
 from fp8serve.model.network.decoder import Decoder, rotated
-from tests.cuda import emulated
+from tests.cuda import emulated, hopper
 from tests.cuda.conftest import on_both
 
-pytestmark = on_both
 SIZES = {"vocab_size": 320, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "head_dim": 64}
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -38,9 +40,11 @@ CONFIG = {
     "hidden_act": "silu", "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2, **SIZES,
 }  # fmt: skip
 PROMPTS = [list(range(3, 40)), [7, 8, 9], [300] * 20]
-# Attention on a GPU multiplies BF16 weights. So does the CPU where it has BF16 units; elsewhere it keeps them in FP32,
-# and from there on other FP8 values flip.
-MOST_NOISE = 10**-2.5 if "bf16" in backends()["paged_attention"] else 10**-2
+# Where sums are rounded otherwise, FP8 values flip, and noise of one sample is exchanged for that of another. It may
+# not become more than the CPU's FP8 result has, both compared with the BF16 model's. One parameter has as few as 64
+# elements, so its ratio is less certain.
+MORE_NOISE = 1.25  # of the logits: its power; of all gradients together: its root mean square
+MORE_NOISE_OF_ONE = 1.5  # gradient
 
 
 def model(dtype: torch.dtype = torch.bfloat16) -> Decoder:
@@ -68,17 +72,19 @@ class Tiny:
     """An engine without its surroundings."""
 
     def __init__(
-        self, device: str, recipe: str = "rowwise", cache: torch.dtype = torch.bfloat16, budget: int = 64
+        self, device: str, recipe: str | None = "rowwise", cache: torch.dtype = torch.bfloat16, budget: int = 64
     ) -> None:
-        """`budget`: tokens in a step; with 64 every prompt is whole in the first."""
-        decoder, one = frozen(device, recipe), torch.ones((), device=device)
+        """`recipe`: None for the BF16 model. `budget`: tokens in a step; with 64 every prompt is whole in the first."""
+        one = torch.ones((), device=device)
+        decoder = frozen(device, recipe) if recipe else model().requires_grad_(False).to(device)
         decoder.join()
         scales = [KvScale(8 * one, 8 * one, one / 8, one / 8)] * 2 if cache.itemsize == 1 else None
         self.runner = Runner(decoder, 40, 16, cache, scales)
         self.budget = budget
         self.logits: list[Tensor] = []
 
-    def generate(self, tokens: int, **params: Any) -> list[list[int]]:
+    def generate(self, tokens: int, given: list[list[int]] | None = None, **params: Any) -> list[list[int]]:
+        """The tokens drawn for each prompt. `given`: those that are taken instead."""
         scheduler = Scheduler(BlockPool(40, 16), 4, self.budget, self.budget)
         wanted = SamplingParams(max_new_tokens=tokens, seed=1, **params)
         seqs = [Sequence.of(Request(str(i), tuple(prompt), wanted)) for i, prompt in enumerate(PROMPTS)]
@@ -92,21 +98,71 @@ class Tiny:
             chosen = sample(logits, [item.seq for item in work if item.samples], ())
             for item, sampled in zip([item for item in work if item.samples], chosen, strict=True):
                 assert sampled.token_id is not None
-                item.seq.token_ids.append(sampled.token_id)
+                done = item.seq.num_generated
+                chose = given[seqs.index(item.seq)][done] if given else sampled.token_id
+                item.seq.token_ids.append(chose)
                 if item.seq.num_generated == tokens:
                     scheduler.finish(item.seq, "length")
         return [seq.token_ids[seq.num_prompt :] for seq in seqs]
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "block"])
-@pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_logits_are_close_to_the_cpus(device: str, recipe: str, cache: torch.dtype) -> None:
-    """Of the prompts, whose tokens are given; in dB, as layers are judged. Where roundings differ, FP8 values flip."""
-    there, here = Tiny(device, recipe, cache), Tiny("cpu", recipe, cache)
-    for engine in (there, here):
-        engine.generate(1, temperature=0.0)
-    for found, expected in zip(there.logits, here.logits, strict=True):
-        assert noise(found, expected) <= MOST_NOISE
+def assert_no_noisier(there: Tiny, here: Tiny, given: list[list[int]]) -> None:
+    """Of the FP8 logits there and here, which has generated the given tokens, compared with those of the BF16 model."""
+    exact = Tiny("cpu", None, budget=here.budget)
+    for engine in (there, exact):
+        engine.generate(len(given[0]), given, temperature=0.0)
+    assert [len(logits) for logits in there.logits] == [len(logits) for logits in here.logits]
+    truth = torch.cat(exact.logits)
+    assert noise(torch.cat(there.logits), truth) <= MORE_NOISE * noise(torch.cat(here.logits), truth)
+
+
+LOGITS = pytest.mark.parametrize(
+    ("recipe", "cache"),
+    [(recipe, cache) for recipe in ("rowwise", "block") for cache in (torch.bfloat16, torch.float8_e4m3fn)],
+    ids=str,
+)
+
+
+@on_both
+@LOGITS
+def test_logits_are_as_good_as_the_cpus(device: str, recipe: str, cache: torch.dtype) -> None:
+    here = Tiny("cpu", recipe, cache)
+    given = here.generate(1, temperature=0.0)
+    assert_no_noisier(Tiny(device, recipe, cache), here, given)
+
+
+Product = Callable[..., Tensor]
+
+
+def multiply_by(product: Product, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers, while they train and afterwards on a GPU, by another scaled_mm."""
+
+    def add(*arguments: Any) -> Tensor:
+        *operands, residual = arguments
+        return residual + product(*operands, residual.dtype)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(torch.ops.fp8serve, "scaled_mm", product)
+    monkeypatch.setattr(frozen_layers, "_scaled_mm", product)
+    monkeypatch.setattr(frozen_layers, "_scaled_mm_add", add)
+
+
+def without_a_block(a: Tensor, *others: Any) -> Tensor:
+    a = a.clone()
+    a[:, :128] = 0
+    return reference.scaled_mm(a, *others)  # type: ignore[no-any-return]
+
+
+@LOGITS
+def test_logits_of_hoppers_sums_are_as_good_and_wrong_ones_are_not(
+    recipe: str, cache: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Tiny("cpu", recipe, cache)
+    given = here.generate(1, temperature=0.0)
+    multiply_by(hopper.scaled_mm, monkeypatch)
+    assert_no_noisier(Tiny("cpu", recipe, cache), here, given)
+    multiply_by(without_a_block, monkeypatch)
+    with pytest.raises(AssertionError):
+        assert_no_noisier(Tiny("cpu", recipe, cache), here, given)
 
 
 def noise(found: Tensor, expected: Tensor) -> float:
@@ -133,22 +189,21 @@ def on_emulated_kernels(monkeypatch: pytest.MonkeyPatch, but: str = "") -> None:
     monkeypatch.setattr(frozen_layers, "_is_on_gpu", lambda x: True)
 
 
+@on_both
 @pytest.mark.emulator
 @pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_the_kernels_make_a_decoder(device: str, cache: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk after which nobody samples, the ends of prompts beside others' beginnings, a decoding step; by row, so
     that plain norms and activations run, too."""
-    expected = Tiny("cpu", cache=cache, budget=24)
-    expected.generate(2, temperature=0.0)
+    here = Tiny("cpu", cache=cache, budget=24)
+    given = here.generate(2, temperature=0.0)
+    assert [len(logits) for logits in here.logits] == [0, 2, 3, 1]
     if device == "cpu":
         on_emulated_kernels(monkeypatch)
-    found = Tiny(device, cache=cache, budget=24)
-    found.generate(2, temperature=0.0)
-    assert [len(logits) for logits in found.logits] == [0, 2, 3, 1]
-    for one, other in zip(found.logits, expected.logits, strict=True):
-        assert noise(one, other) <= MOST_NOISE
+    assert_no_noisier(Tiny(device, cache=cache, budget=24), here, given)
 
 
+@on_both
 @pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_replayed_decoding_has_the_same_bits(device: str, cache: torch.dtype) -> None:
     plain, replayed = Tiny(device, cache=cache), Tiny(device, cache=cache)
@@ -160,23 +215,52 @@ def test_replayed_decoding_has_the_same_bits(device: str, cache: torch.dtype) ->
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "block"])
-def test_gradients_are_close_to_the_cpus(device: str, recipe: str) -> None:
-    """Two steps, so that delayed scales are those of the first."""
-    there, here = (gradients(place, recipe) for place in (device, "cpu"))
-    for name, expected in here.items():
-        assert (there[name] - expected).norm() <= 0.15 * expected.norm(), name
+RECIPES = pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "block"])
 
 
-def gradients(device: str, recipe: str) -> dict[str, Tensor]:
-    decoder = convert(model(torch.float32)).to(device, torch.bfloat16)
-    how = DelayedScaling(amax_history_len=4) if recipe == "delayed" else from_name(recipe)
+@on_both
+@RECIPES
+def test_gradients_are_as_good_as_the_cpus(device: str, recipe: str) -> None:
+    assert_gradients_no_noisier(gradients(device, recipe), gradients("cpu", recipe))
+
+
+@RECIPES
+def test_gradients_of_hoppers_sums_are_as_good_and_wrong_ones_are_not(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = gradients("cpu", recipe)
+    multiply_by(hopper.scaled_mm, monkeypatch)
+    assert_gradients_no_noisier(gradients("cpu", recipe), here)
+    multiply_by(without_a_block, monkeypatch)
+    with pytest.raises(AssertionError):
+        assert_gradients_no_noisier(gradients("cpu", recipe), here)
+
+
+Gradients = dict[str, Tensor]
+
+
+def assert_gradients_no_noisier(there: Gradients, here: Gradients) -> None:
+    """Compared with those of training in BF16: each parameter's, and all together."""
+    exact = gradients("cpu", None)
+    found, expected = (
+        {name: noise(grad, exact[name]) ** 0.5 for name, grad in grads.items()} for grads in (there, here)
+    )
+    for name in expected:
+        assert found[name] <= MORE_NOISE_OF_ONE * expected[name], name
+    assert math.hypot(*found.values()) <= MORE_NOISE * math.hypot(*expected.values())
+
+
+def gradients(device: str, recipe: str | None) -> Gradients:
+    """After two steps, so that delayed scales are those of the first. `recipe`: None for BF16."""
+    made = model(torch.float32)
+    decoder = (convert(made) if recipe else made).to(device, torch.bfloat16)
+    how = DelayedScaling(amax_history_len=4) if recipe == "delayed" else from_name(recipe or "rowwise")
     tokens = torch.tensor(PROMPTS[0] + PROMPTS[2], device=device)
     lengths = [len(PROMPTS[0]), len(PROMPTS[2])]
     positions = torch.cat([torch.arange(n, device=device) for n in lengths])
     for _ in range(2):
         decoder.zero_grad()
-        with autocast(recipe=how):
+        with autocast(enabled=recipe is not None, recipe=how):
             attend = rotated(lambda layer, q, k, v: causal_attention(q, k, v, lengths, 64**-0.5))
             hidden = decoder(tokens, positions, attend)
             logits = decoder.logits(hidden)  # type: ignore[operator]

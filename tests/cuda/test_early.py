@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+pytest.importorskip("annotated_types")
+
 from benchmarks import gpu_decode
 from tests.cuda import emulated
 from tests.cuda.conftest import kernels_on

@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+pytest.importorskip("annotated_types")
+
 from benchmarks import gpu_decode
 from fp8serve.fp8 import stacked
 from fp8serve.model.network.experts import mixtures

@@ -223,6 +223,6 @@ def test_errors_name_the_size_that_is_wrong(kernels):
 @pytest.mark.parametrize("rows", [5, 70])  # skinny, mma (or CUTLASS)
 @pytest.mark.parametrize("by_row", [False, True])
 def test_scales_far_from_one_that_cancel(kernels, rows, by_row):
-    """Nothing is added to the result, as to the reference's: CUTLASS's -0.0 is then the 0.0 of those that always add."""
+    """Nothing is added to the result, as to the reference's: CUTLASS's -0.0 is then 0.0, as where a bias is added."""
     operands, nothing = far_operands(rows, by_row), torch.zeros(48)
     assert_of_far_scales(kernels.run("scaled_mm", *operands, None, torch.float32) + nothing, operands, nothing)

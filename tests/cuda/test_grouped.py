@@ -40,9 +40,7 @@ def assert_each_expert_is_right(kernels, found, a, b, a_scale, b_scale, offsets,
     for e, (begin, end) in enumerate(spans(offsets)):
         scale = a_scale if a_scale.dim() == 0 else a_scale[e] if a_scale.dim() == 1 else a_scale[begin:end]
         more = None if bias is None else bias[e]
-        assert_within_accumulation(
-            found[begin:end], a[begin:end], b[e], scale, b_scale[e], more, device=kernels.device
-        )
+        assert_within_accumulation(found[begin:end], a[begin:end], b[e], scale, b_scale[e], more, device=kernels.device)
 
 
 CASES = [case for case in cases("grouped_mm") if "bfloat16 packed" not in case.name and "packed True" not in case.name]

@@ -17,7 +17,7 @@ from fp8serve.fp8.selfcheck.agreement import difference, tensors
 from fp8serve.fp8.selfcheck.candidates import on_gpu
 from tests.csrc.test_gemm import exact
 from tests.cuda import hopper
-from tests.cuda.accumulation import assert_within_accumulation
+from tests.cuda.accumulation import assert_within_accumulation, magnitudes
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 PRODUCTS = ("scaled_mm", "scaled_mm_add", "scaled_mm_quantize", "grouped_mm", "grouped_wgrad")
@@ -121,6 +121,17 @@ def test_the_self_check_rejects_a_kernel_that_is_wrong(op: str, fault: str) -> N
     assert len(results) >= 3
     for case, right, wrong in results:
         assert difference(op, case.make(), wrong, right) is not None, case.name
+
+
+def test_sums_lose_what_the_page_says() -> None:
+    """docs/cuda.md, of what it calls accumulation."""
+    for case in tried("scaled_mm"):
+        *operands, _, out = case.make()
+        if out == torch.float32 and operands[0].shape[0] > 1 and operands[1].numel():
+            size = magnitudes(*operands).clamp(min=1e-300)
+            share = (hopper.scaled_mm(*operands, None, out).double() - exact(*operands)).abs() / size
+            assert share.max() < 2.0**-10
+            assert share.mean() < 2.0**-14
 
 
 def test_the_bound_of_the_tests_accepts_hoppers_sums() -> None:

@@ -12,9 +12,9 @@ from fp8serve.fp8.selfcheck.child import tried
 from fp8serve.fp8.selfcheck.switching import OVERLAP, switch_products_off
 from fp8serve.fp8.selfcheck.verdict import Finding
 from tests.cuda import emulated
+from tests.cuda.accumulation import assert_within_accumulation
 from tests.cuda.conftest import Kernels
 from tests.cuda.test_attention import assert_close
-from tests.cuda.accumulation import assert_within_accumulation
 
 CUTLASS = {f"scaled_mm.{tile}" for tile in TILES}
 NAMES = [f"scaled_mm.{name}" for name in GEMMS] + sorted(compiled_for("cuda") & set(OPS))

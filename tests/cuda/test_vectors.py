@@ -8,9 +8,9 @@ import torch
 
 from fp8serve.fp8.ops import reference
 from tests.csrc.helpers import FORMATS, assert_fp8_equal
+from tests.cuda.accumulation import assert_within_accumulation
 from tests.cuda.conftest import DEVICES, Kernels, kernels_on
 from tests.cuda.record_vectors import CASTS, HIGH, NAMES, PATH, load
-from tests.cuda.accumulation import assert_within_accumulation
 
 pytestmark = pytest.mark.smoke
 Run = Callable[..., Any]

@@ -25,10 +25,9 @@ _FP8_PRODUCTS = frozenset({
 _PRODUCTS = _FP8_PRODUCTS | {"mm"}
 # How far a value may be from the reference, of the size of what was summed, beside roundings to its type. An FP8
 # instruction of Hopper's tensor cores adds 32 products to a sum and cuts off, from each of the 33 and from the result,
-# what lies below 2^-13 of the largest: 34 x 2^-13, or 2^-7.9, of the magnitudes if everything goes wrong at once. What
-# is cut off has both signs: the products of a check lose 2^-10.3 at most, and 2^-8 is five times that. Each of the
-# four instructions before a sum goes to FP32 might lose as much, but no sum comes near. Attention rounds its weights
-# to BF16.
+# what lies below 2^-13 of the largest: at most 34 x 2^-13, or 2^-7.9, of the magnitudes. What is cut off has both
+# signs, so a check's products lose less than 2^-10, though four instructions follow each other before a sum goes to
+# FP32: 2^-8 is four times that (tests/cuda/test_hopper.py). Attention rounds its weights to BF16.
 _SHARE = 2.0**-11
 _SHARES = {"paged_attention": 2.0**-8, "attention_backward": 2.0**-7} | dict.fromkeys(_FP8_PRODUCTS, 2.0**-8)
 _FEW = 0.02  # of FP8 values that may lie on the other side of a rounding
