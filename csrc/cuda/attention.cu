@@ -417,6 +417,7 @@ Tensor paged_attention(const Tensor& q_in, const Tensor& k_cache, const Tensor& 
       .kv_heads = static_cast<int>(kv_heads.value()),
       .dim = static_cast<int>(dim.value()),
       .segments = static_cast<int>(ceil_over(block_tables.size(1) * size.value(), kSegment)),
+      .group = static_cast<int>(heads.value() / kv_heads.value()),
       .window = static_cast<int>(std::min<int64_t>(window.value_or(kNoWindow), kNoWindow)),
       .softcap = static_cast<float>(softcap.value_or(0)),
       .sinks = sinks ? data<const float>(joining) : nullptr};

@@ -18,6 +18,7 @@ struct Work {
   float softmax_scale;
   bool whole;  // heads begin on 16 bytes and are eights of elements
   int sequences, max_blocks, block_size, heads, kv_heads, dim, segments;
+  int group;                    // heads that share a kv head
   int window;                   // keys that a row sees at most, its own included
   float softcap;                // c of c * tanh(score / c); 0: scores stay as they are
   const float* sinks;           // [heads] logits that join the sums of weights, or null
@@ -36,7 +37,8 @@ struct Call {
 // Tensor cores, for BF16 queries. Returns false and does nothing for unsupported problems.
 bool attend_on_tensor_cores(const Call& call, const OnDevice& device, const Tensor& allocator);
 
-// Blocks of one warp that a multiprocessor has at once: their registers are kept to that.
+// Blocks of one warp that a multiprocessor has at once: their registers are kept to that. It has four files
+// of registers, so only multiples of 4 make a difference.
 constexpr int kResident = 12;
 
 // The blocks of the mma kernel: warps in each, tiles of rows, and blocks that share the segments of a tile.
@@ -46,7 +48,8 @@ struct MmaGrid {
 };
 // The rows of all sequences but prompts, by warps.
 void attend_by_mma(const Work& w, ScalarType cache, const MmaGrid& blocks, const OnDevice& device);
-// The rows of prompts, by warpgroups; with parts, blocks share the segments, else one block takes all of them.
+// The rows of prompts, by warpgroups; with parts, blocks share the segments, else one block takes all of
+// them.
 void attend_by_wgmma(const Work& w, ScalarType cache, int64_t tokens, const OnDevice& device);
 
 // Room for the parts of every segment; the memory lives as long as the tensor.
@@ -87,36 +90,41 @@ __device__ __forceinline__ int last_within(const F& f, int count, int most) {
   return low;
 }
 
-// Sequence s begins at tile starts[s] * group / kRows + s: room enough for its rows, and known without asking the device how many tokens each sequence has.
+// Sequence s begins at tile starts[s] * group / kRows + s: room enough for its rows, and known without asking
+// the device how many tokens each sequence has.
 inline int64_t tiles_of(const Work& w, int64_t tokens, int rows) {
-  return tokens * (w.heads / w.kv_heads) / rows + w.sequences;
+  return tokens * w.group / rows + w.sequences;
 }
 template <int kRows>
 __device__ __forceinline__ int tile_of(const Work& w, int s) {
-  return static_cast<int>(static_cast<int64_t>(w.starts[s]) * (w.heads / w.kv_heads) / kRows) + s;
+  return static_cast<int>(static_cast<int64_t>(w.starts[s]) * w.group / kRows) + s;
 }
 template <int kRows>
 __device__ __forceinline__ Rows rows_of(const Work& w, int tile) {
   const int s = last_within([&](int i) { return tile_of<kRows>(w, i); }, w.sequences, tile);
   const int tokens = w.starts[s + 1] - w.starts[s], first = (tile - tile_of<kRows>(w, s)) * kRows;
-  const int count = min(kRows, tokens * (w.heads / w.kv_heads) - first);
+  const int count = min(kRows, tokens * w.group - first);
   return {s, first, max(count, 0), w.starts[s], tokens, w.lengths[s]};
 }
 
 // Whether the sequence has rows enough for warpgroups. That is for each sequence to say, whatever the others
 // are: a row's bits may depend on the kernel.
 __device__ __forceinline__ bool is_prompt(const Work& w, const Rows& rows) {
-  return rows.tokens > 1 && rows.tokens * (w.heads / w.kv_heads) >= w.prompt_rows;
+  return rows.tokens > 1 && rows.tokens * w.group >= w.prompt_rows;
 }
 
+// The token of the tile's row r. A division takes a while, and decoding is spared it.
+__device__ __forceinline__ int token_of(const Work& w, const Rows& rows, int r) {
+  return rows.tokens == 1 ? 0 : (rows.first + r) / w.group;
+}
 // Where row r of the tile lies in q and out, in heads.
 __device__ __forceinline__ int64_t head_of(const Work& w, const Rows& rows, int r) {
-  const int group = w.heads / w.kv_heads, row = rows.first + r;
-  return static_cast<int64_t>(rows.start + row / group) * w.heads + blockIdx.y * group + row % group;
+  const int token = token_of(w, rows, r), head = rows.first + r - token * w.group;
+  return static_cast<int64_t>(rows.start + token) * w.heads + blockIdx.y * w.group + head;
 }
 // The last key that row r may see.
 __device__ __forceinline__ int position_of(const Work& w, const Rows& rows, int r) {
-  return rows.length - rows.tokens + (rows.first + r) / (w.heads / w.kv_heads);
+  return rows.length - rows.tokens + token_of(w, rows, r);
 }
 
 // The first key that any row of the tile may see.

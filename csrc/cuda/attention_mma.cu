@@ -5,12 +5,12 @@
 // r is token r / group), so that a decoding token of 4 or 8 heads fills one tile of 16 and reads its keys
 // once. A warp has 16 rows: scores are m16n8k16 products of queries in registers and keys in shared memory,
 // weights are rounded to BF16 in registers, where the layout of sums is that of the next product's left
-// operand. FP8 values are copied asynchronously as they are and widened to BF16, exactly, when they have
-// come.
+// operand. FP8 values are copied asynchronously as they are and widened to BF16, exactly: by one warp in
+// registers, by several, which share them, in shared memory.
 //
-// Order. Keys are taken 32 at a time with an online softmax, which starts afresh every 256 at absolute
+// Order. Keys are taken 32 at a time with an online softmax, which starts afresh every 128 at absolute
 // positions; a segment's result is merged into the row's, in order. One block with all segments of its rows
-// (prefill, large batches) and one block per segment with `merge_parts` behind it (few rows, so that the
+// (prefill, large batches) and blocks that share them with `merge_parts` behind it (few rows, so that the
 // whole device reads) do the same operations in the same order, and a tile that a row may not see changes
 // nothing. So a row's result depends, to the last bit, on its own query and context: not on its batch, nor on
 // how a prompt was cut, nor on how many warps a block has (1 for decoding, 4 for prefill, chosen by the
@@ -32,16 +32,23 @@ namespace {
 
 constexpr int kKeys = kStep;
 
-// [kKeys] rows of 16-byte chunks. Eight rows at the same chunk lie in different banks.
+// [kKeys] rows of 16-byte chunks. Eight rows at the same chunk lie in different banks. From one place to
+// others leads an xor with one of few numbers and a sum with a constant, which is part of an instruction:
+// so places take few registers.
 template <int kChunks>
 struct Tile {
   uint4 chunk[kKeys][kChunks];
-  __device__ __forceinline__ uint4* at(int key, int c) {
-    return &chunk[key][c ^ (kChunks < 8 ? key / (8 / kChunks) % kChunks : key % 8)];
+  static constexpr int swizzle(int key) { return kChunks < 8 ? key / (8 / kChunks) % kChunks : key % 8; }
+  __device__ __forceinline__ uint4* at(int key, int c) { return &chunk[key][c ^ swizzle(key)]; }
+  // From row r < 2^i to row r + `rows`, a multiple of 2^i.
+  static __device__ __forceinline__ Place down(Place first, int rows) {
+    return (first ^ static_cast<Place>(swizzle(rows) * 16)) + static_cast<Place>(rows * kChunks * 16);
+  }
+  // From a row's chunk c < 2 to chunk 2d + c of the row 16n further.
+  static __device__ __forceinline__ Place further(Place first, int n, int d) {
+    return (first ^ static_cast<Place>(d % 4 * 32)) + static_cast<Place>(d / 4 * 128 + n * kChunks * 256);
   }
 };
-// From a row's chunk c < 2 to its chunk 2d + c, with one xor, because tiles begin at multiples of a row.
-__device__ __forceinline__ Place further(Place first, int d) { return first ^ static_cast<Place>(d * 32); }
 
 // What has been copied. While keys are multiplied, values are copied, and the other way round. One warp has
 // one place for each, so that many blocks fit a multiprocessor, or two of FP8, which are as large.
@@ -90,8 +97,13 @@ template <int kChunks, int kBytes>
 __device__ __forceinline__ Source source_of(const Work& w, const Rows& rows) {
   const Paged paged = paged_of<kBytes>(w, rows);
   const int byte = static_cast<int>(threadIdx.x) % kChunks * 16;
-  return {paged.k + paged.offset + byte, paged.v + paged.offset + byte, paged.table, paged.shift, paged.mask,
-          static_cast<int>(paged.token), byte < paged.head};
+  return {paged.k + paged.offset + byte,
+          paged.v + paged.offset + byte,
+          paged.table,
+          paged.shift,
+          paged.mask,
+          static_cast<int>(paged.token),
+          byte < paged.head};
 }
 
 // Lane i finds where key `begin` + i lies; -1 from `end` on. All lanes are told by shuffles.
@@ -100,15 +112,31 @@ __device__ __forceinline__ int slot_of(const Source& from, int begin, int end) {
   return key < end ? (from.table[key >> from.shift] << from.shift) + (key & from.mask) : -1;
 }
 
-// Starts copying the rows of keys or values; zeros for those without a slot, and behind a head's end.
+// Starts copying the rows of keys or values, of which there are `count`; zeros for those that there are not,
+// and behind a head's end. In blocks of 16 and more, 16 rows lie one behind the other.
 template <int kThreads, int kChunks>
-__device__ __forceinline__ void stage(const Source& from, const char* cache, int slots, Tile<kChunks>& tile) {
+__device__ __forceinline__ void stage(const Source& from, const char* cache, int slots, int count,
+                                      Tile<kChunks>& tile) {
+  constexpr int kStride = kThreads / kChunks;
   const int c = static_cast<int>(threadIdx.x) % kChunks, row = static_cast<int>(threadIdx.x) / kChunks;
+  const Place first = found_anew(place_of(tile.at(row, c)));
+  const int last = from.inside ? count - row : 0;  // of the thread's rows
+  if (kStride <= 16 && from.mask >= 15) {
 #pragma unroll
-  for (int i = 0; i < kKeys; i += kThreads / kChunks) {
-    const int slot = __shfl_sync(kAllLanes, slots, row + i);
-    copy_async(tile.at(row + i, c), cache + static_cast<int64_t>(max(slot, 0)) * from.token,
-               from.inside && slot >= 0);
+    for (int half = 0; half < kKeys; half += 16) {
+      const int slot = max(__shfl_sync(kAllLanes, slots, half), 0) + row;
+      const char* at = cache + static_cast<int64_t>(slot) * from.token;
+#pragma unroll
+      for (int i = half; i < half + 16; i += kStride, at += kStride * from.token) {
+        copy_async_to(tile.down(first, i), at, i < last);
+      }
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int i = row; i < kKeys; i += kStride) {
+    const int slot = __shfl_sync(kAllLanes, slots, i);
+    copy_async(tile.at(i, c), cache + static_cast<int64_t>(max(slot, 0)) * from.token, i - row < last);
   }
 }
 
@@ -144,27 +172,27 @@ __device__ __forceinline__ void multiply(float (&low)[4], float (&high)[4], cons
   mma_bf16(high, a, second);
 }
 
-// Where the lane's row begins of the matrices of 16 keys, and where of 16 values.
+// Where the lane's row begins of the matrices of the first 16 keys, and where of the first 16 values.
 template <int kChunks>
-__device__ __forceinline__ Place keys_at(Tile<kChunks>& k, int n) {
+__device__ __forceinline__ Place keys_at(Tile<kChunks>& k) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  return place_of(k.at(16 * n + lane % 8 + lane / 16 * 8, lane / 8 % 2));
+  return found_anew(place_of(k.at(lane % 8 + lane / 16 * 8, lane / 8 % 2)));
 }
 template <int kChunks>
-__device__ __forceinline__ Place values_at(Tile<kChunks>& v, int n) {
+__device__ __forceinline__ Place values_at(Tile<kChunks>& v) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  return place_of(v.at(16 * n + lane % 16, lane / 16));
+  return found_anew(place_of(v.at(lane % 16, lane / 16)));
 }
 
 template <int kDim>
 __device__ __forceinline__ void score(const Queries<kDim>& q, Tile<kDim / 8>& k, Scores<kKeys / 8>& scores) {
+  const Place first = keys_at(k);
 #pragma unroll
-  for (int n = 0; n < kKeys / 16; ++n) {
-    const Place first = keys_at(k, n);
+  for (int d = 0; d < kDim / 16; ++d) {
 #pragma unroll
-    for (int d = 0; d < kDim / 16; ++d) {
+    for (int n = 0; n < kKeys / 16; ++n) {
       uint32_t b[4];
-      load_matrices_at<false>(b, further(first, d));
+      load_matrices_at<false>(b, k.further(first, n, d));
       multiply(scores[2 * n], scores[2 * n + 1], q[d], b);
     }
   }
@@ -172,13 +200,13 @@ __device__ __forceinline__ void score(const Queries<kDim>& q, Tile<kDim / 8>& k,
 
 template <int kDim>
 __device__ __forceinline__ void mix(Softmax<kDim>& row, Tile<kDim / 8>& v, const Weights& weights) {
+  const Place first = values_at(v);
 #pragma unroll
   for (int n = 0; n < kKeys / 16; ++n) {
-    const Place first = values_at(v, n);
 #pragma unroll
     for (int d = 0; d < kDim / 16; ++d) {
       uint32_t b[4];
-      load_matrices_at<true>(b, further(first, d));
+      load_matrices_at<true>(b, v.further(first, n, d));
       multiply(row.values[2 * d], row.values[2 * d + 1], weights[n], b);
     }
   }
@@ -189,13 +217,13 @@ __device__ __forceinline__ void mix(Softmax<kDim>& row, Tile<kDim / 8>& v, const
 template <int kDim, bool kE5M2>
 __device__ __forceinline__ void score_bytes(const Queries<kDim>& q, Tile<kDim / 16>& k,
                                             Scores<kKeys / 8>& scores) {
+  const Place first = keys_at(k);
 #pragma unroll
-  for (int n = 0; n < kKeys / 16; ++n) {
-    const Place first = keys_at(k, n);
+  for (int d = 0; d < kDim / 32; ++d) {
 #pragma unroll
-    for (int d = 0; d < kDim / 32; ++d) {
+    for (int n = 0; n < kKeys / 16; ++n) {
       uint32_t words[4];
-      load_matrices_at<false>(words, further(first, d));
+      load_matrices_at<false>(words, k.further(first, n, d));
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const uint2 low = widened<kE5M2>(words[i]), high = widened<kE5M2>(words[2 + i]);
@@ -209,13 +237,13 @@ __device__ __forceinline__ void score_bytes(const Queries<kDim>& q, Tile<kDim / 
 // columns, and the odd ones another's (`pair_of` knows).
 template <int kDim, bool kE5M2>
 __device__ __forceinline__ void mix_bytes(Softmax<kDim>& row, Tile<kDim / 16>& v, const Weights& weights) {
+  const Place first = values_at(v);
 #pragma unroll
   for (int n = 0; n < kKeys / 16; ++n) {
-    const Place first = values_at(v, n);
 #pragma unroll
     for (int d = 0; d < kDim / 32; ++d) {
       uint32_t words[4];
-      load_matrices_at<true>(words, further(first, d));
+      load_matrices_at<true>(words, v.further(first, n, d));
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const uint2 low = widened_columns<kE5M2>(words[2 * i]),
@@ -257,9 +285,9 @@ __device__ __forceinline__ void walk(const Work& w, const Rows& rows, const Warp
   int slots = slot_of(from, begin, end);
 #pragma unroll
   for (int i = 0; i < kStages; ++i) {
-    stage<kThreads>(from, from.k, slots, shared.k[i]);
+    stage<kThreads>(from, from.k, slots, end - begin - i * kKeys, shared.k[i]);
     copy_commit();
-    stage<kThreads>(from, from.v, slots, shared.v[i]);
+    stage<kThreads>(from, from.v, slots, end - begin - i * kKeys, shared.v[i]);
     copy_commit();
     slots = slot_of(from, begin + (i + 1) * kKeys, end);
   }
@@ -271,7 +299,8 @@ __device__ __forceinline__ void walk(const Work& w, const Rows& rows, const Warp
   Softmax<kDim> row;
   row.start();
   for (int at = begin, slot = 0; at < end; at += kKeys, slot = (slot + 1) % kStages) {
-    const bool visible = at < mine.most, more = at + kStages * kKeys < end;
+    const int left = end - at - kStages * kKeys;  // keys behind those that have come or are coming
+    const bool visible = kWarps == 1 || at < mine.most, more = left > 0;
     Scores<kKeys / 8> scores = {};
     Weights weights;
     copy_wait<2 * kStages - 1>();
@@ -287,7 +316,7 @@ __device__ __forceinline__ void walk(const Work& w, const Rows& rows, const Warp
       }
     }
     wait_for_warps<kWarps>();  // keys may be copied there again
-    if (more) stage<kThreads>(from, from.k, slots, shared.k[slot]);
+    if (more) stage<kThreads>(from, from.k, slots, left, shared.k[slot]);
     copy_commit();
     if (visible) {
       const int seen[2] = {mine.seen[0] - at, mine.seen[1] - at};
@@ -311,7 +340,7 @@ __device__ __forceinline__ void walk(const Work& w, const Rows& rows, const Warp
       }
     }
     wait_for_warps<kWarps>();  // so may values
-    if (more) stage<kThreads>(from, from.v, slots, shared.v[slot]);
+    if (more) stage<kThreads>(from, from.v, slots, left, shared.v[slot]);
     copy_commit();
     slots = slot_of(from, at + (kStages + 1) * kKeys, end);
     if ((at + kKeys) % kSegment == 0 || at + kKeys >= end) {
@@ -324,10 +353,11 @@ __device__ __forceinline__ void walk(const Work& w, const Rows& rows, const Warp
 
 // With parts, blocks share the segments of their rows, else a block takes all of them.
 template <class Format, int kDim, bool kFp8, int kWarps, bool kParts>
-__global__ void __launch_bounds__(32 * kWarps, kWarps > 1 ? 2 : kParts ? kResident : 8)
-    attend(const __grid_constant__ Work w) {
-  constexpr bool kEvenOdd = kWidensWords<kFp8, kWarps>;
+__global__ void __launch_bounds__(32 * kWarps, kWarps > 1 ? 2
+                                               : kParts   ? kResident
+                                                          : 8) attend(const __grid_constant__ Work w) {
   after_earlier_kernels();
+  constexpr bool kEvenOdd = kWidensWords<kFp8, kWarps>;
   auto& shared = *reinterpret_cast<Shared<kDim, kFp8, kWarps>*>(dynamic_shared());
   const Rows rows = rows_of<kWarpRows * kWarps>(w, static_cast<int>(blockIdx.x));
   if (rows.count == 0 || is_prompt(w, rows)) return;

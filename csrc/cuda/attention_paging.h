@@ -49,7 +49,7 @@ __device__ __forceinline__ void for_chunks_of(const Paged& paged, int begin, int
 
 // The upper halves of two FP32 numbers: exact where they are BF16 numbers.
 __device__ __forceinline__ uint32_t upper_halves(float low, float high) {
-  return __float_as_uint(low) >> 16 | (__float_as_uint(high) & 0xffff0000u);
+  return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
 }
 __device__ __forceinline__ float low_half(uint32_t halves) {
   return half_to_float(static_cast<uint16_t>(halves & 0xffff));

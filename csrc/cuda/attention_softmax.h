@@ -225,7 +225,8 @@ struct Pair {
 template <bool kEvenOdd, int kDim>
 __device__ __forceinline__ Pair pair_of(const Sums<kDim>& values, int n, int i) {
   const int lane = static_cast<int>(threadIdx.x) % 4, even = n / 2 * 2, element = 2 * i + n % 2;
-  if constexpr (kEvenOdd) return {8 * even + 4 * lane + n % 2 * 2, values[even][element], values[even + 1][element]};
+  if constexpr (kEvenOdd)
+    return {8 * even + 4 * lane + n % 2 * 2, values[even][element], values[even + 1][element]};
   return {8 * n + 2 * lane, values[n][2 * i], values[n][2 * i + 1]};
 }
 

@@ -8,7 +8,7 @@
 // rows alone, never on those of others in the call. A call with no more tokens than sequences is decoding,
 // and launches no kernel for prompts.
 //
-// With few blocks every segment has a block of its own, and `merge_parts` merges what both kernels have left.
+// With few rows blocks share their segments, and `merge_parts` merges what both kernels have left.
 #include <climits>
 
 #include "cuda/attention_softmax.h"
@@ -85,13 +85,14 @@ bool fits(const Call& call) {
   const Work& w = call.work;
   const bool types = w.query == Number::bf16 && (call.cache == ScalarType::BFloat16 || is_fp8(call.cache));
   const bool power_of_2 = (w.block_size & (w.block_size - 1)) == 0;
-  return types && power_of_2 && call.slots <= INT_MAX && w.whole && w.dim % 16 == 0 && w.dim <= 128 && aligned(w.q, 4);
+  return types && power_of_2 && call.slots <= INT_MAX && w.whole && w.dim % 16 == 0 && w.dim <= 128 &&
+         aligned(w.q, 4);
 }
 
 // Whether some sequence may be a prompt, as far as the host knows.
 bool may_have_prompts(const Call& call, const OnDevice& device) {
   const Work& w = call.work;
-  const int64_t rows = call.tokens * (w.heads / w.kv_heads);
+  const int64_t rows = call.tokens * w.group;
   return FP8SERVE_HAVE_wgmma && call.tokens > w.sequences && rows >= kPromptRows && aligned(w.q, 16) &&
          gemm_switches.on(GemmKernel::attention_wgmma) && device.capability() == 90;
 }
@@ -99,7 +100,7 @@ bool may_have_prompts(const Call& call, const OnDevice& device) {
 // One warp a block if a sequence has as many rows on average, and where longer ones are prompts.
 MmaGrid mma_grid(const Call& call, bool prompts) {
   const Work& w = call.work;
-  const bool few = call.tokens * (w.heads / w.kv_heads) <= int64_t{kWarpRows} * w.sequences;
+  const bool few = call.tokens * w.group <= int64_t{kWarpRows} * w.sequences;
   const int warps = few || prompts ? 1 : 4;
   return {warps, tiles_of(w, call.tokens, kWarpRows * warps), 1};
 }
@@ -127,12 +128,13 @@ bool attend_on_tensor_cores(const Call& asked, const OnDevice& device, const Ten
   if (prompts) w.prompt_rows = kPromptRows;
   MmaGrid grid = mma_grid(call, prompts);
   const int64_t blocks = (prompts ? tiles_of(w, call.tokens, kPromptRows) : grid.tiles) * w.kv_heads;
-  const bool apart = is_apart(call, blocks, (grid.warps == 1 && !prompts ? kEnough : 2) * device.multiprocessors());
+  const bool apart =
+      is_apart(call, blocks, (grid.warps == 1 && !prompts ? kEnough : 2) * device.multiprocessors());
   std::optional<Tensor> parts;
   if (apart) {
     parts = make_parts(w, call.tokens, allocator);
-    // As many as are resident at once: more would wait for the others, to begin anew. A sequence has a tile at
-    // least, and the average has no more where there is one warp a block.
+    // As many as are resident at once: more would wait for the others, to begin anew. A sequence has a tile
+    // at least, and the average has no more where there is one warp a block.
     const int64_t tiles = grid.warps == 1 && !prompts ? w.sequences : grid.tiles;
     const int64_t wanted = ceil_over(kResident * device.multiprocessors(), tiles * w.kv_heads);
     grid.each = std::min<int64_t>(w.segments, wanted);

@@ -12,6 +12,18 @@ __device__ __forceinline__ Place place_of(const void* shared) {
   return static_cast<Place>(__cvta_generic_to_shared(shared));
 }
 
+// Places that follow from this one are not kept in registers from one turn of a loop to the next.
+__device__ __forceinline__ Place found_anew(Place place) {
+  asm volatile("" : "+r"(place));
+  return place;
+}
+
+// `copy_async` (device.h) to a place.
+__device__ __forceinline__ void copy_async_to(Place to, const void* global, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(valid ? 16 : 0)
+               : "memory");
+}
+
 // Four 8 x 8 matrices of 16-bit elements; lane i gives the place of row i%8 of matrix i/8. Lane 4g + t gets
 // columns 2t, 2t + 1 of row g; transposed, rows 2t, 2t + 1 of column g.
 template <bool kTransposed>

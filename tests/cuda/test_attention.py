@@ -132,7 +132,7 @@ def test_every_size_of_group(kernels, heads):
 
 
 def test_more_segments_than_are_merged_at_once(kernels):
-    """A context of 130 segments of 256 keys."""
+    """A context of 260 segments of 128 keys."""
     paged = Paged([33_200], heads=1, kv_heads=1, dim=16)
     paged.attend(kernels, [(0, 33_199, 33_200)])
 

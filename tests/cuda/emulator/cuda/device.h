@@ -151,6 +151,14 @@ inline uint32_t __ballot_sync(uint32_t, bool vote) {
     return votes;
   });
 }
+inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
+  const uint64_t bytes = static_cast<uint64_t>(y) << 32 | x;
+  uint32_t chosen = 0;
+  for (int i = 0; i < 4; ++i) {
+    chosen |= static_cast<uint32_t>(bytes >> (8 * (selector >> 4 * i & 7)) & 0xff) << 8 * i;
+  }
+  return chosen;
+}
 inline int __popc(uint32_t bits) { return std::popcount(bits); }
 inline int atomicMax(int* at, int value) {
   std::atomic_ref<int> memory(*at);

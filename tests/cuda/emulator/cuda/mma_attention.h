@@ -8,6 +8,11 @@ namespace fp8serve {
 using Place = uintptr_t;
 inline Place place_of(const void* shared) { return reinterpret_cast<Place>(shared); }
 
+inline Place found_anew(Place place) { return place; }
+inline void copy_async_to(Place to, const void* global, bool valid) {
+  copy_async(reinterpret_cast<void*>(to), global, valid);
+}
+
 template <bool kTransposed>
 void load_matrices_at(uint32_t (&r)[4], Place row) {
   if constexpr (!kTransposed) return load_matrices(r, reinterpret_cast<const void*>(row));
