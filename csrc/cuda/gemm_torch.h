@@ -23,15 +23,17 @@ Tensor call(const char* op, const char* overload, std::array<StableIValue, n> st
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
+// cuBLASLt reads vectors of scales from 16 bytes on; those of an expert's rows begin anywhere.
 inline bool scaled_by_rows(const Tensor& scale, int64_t rows) {
-  return scale.dim() == 2 && scale.size(0) == rows && scale.size(1) == 1;
+  return scale.dim() == 2 && scale.size(0) == rows && scale.size(1) == 1 && aligned(scale.data_ptr(), 16);
 }
 
 }  // namespace by_torch
 
 // Which of cuBLASLt's kernels multiplies this; none for products outside torch's contract: two operands in
 // E5M2, scales by blocks or of two kinds, rows of the output that are no multiple of 16 elements, a bias of
-// another type than the output or beside FP32; with scales by row, an output that is not BF16.
+// another type than the output or beside FP32; with scales by row, an output that is not BF16, and scales
+// that do not begin on 16 bytes.
 inline std::optional<GemmKernel> cublaslt_for(const Product& p) {
   const int64_t m = p.out.size(0), n = p.out.size(1);
   const ScalarType type = p.out.scalar_type();

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fp8serve.calibration import generated
-from fp8serve.calibration.generated import TOO_LARGE, continued
+from fp8serve.calibration.generated import TOO_LARGE, _Cache, continued
 from fp8serve.calibration.pipeline import calibrate
 from fp8serve.calibration.result import CalibrationReport
 from fp8serve.model.checkpoint import load_servable
@@ -60,3 +60,10 @@ def test_none_are_generated_where_none_are_wanted_or_the_model_is_too_large(
     monkeypatch.setattr(generated, "free_memory", lambda: 1000)
     report = calibrate(model_dir, out=tmp_path / "large", **SMALL)  # type: ignore[arg-type]
     assert (report.generated, report.notes) == ((), (TOO_LARGE,))
+
+
+def test_the_scales_of_a_cache_lie_where_it_lies(model_dir: Path) -> None:
+    """They are read on the CPU, and a GPU's kernels refuse them there."""
+    one, decoder = torch.ones(()), load_servable(model_dir, "bf16")
+    cache = _Cache(decoder, [4], torch.device("meta"), {0: (one, one)})
+    assert [scale.device.type for scale in cache._scales[0]] == ["meta", "meta"]

@@ -103,6 +103,16 @@ def test_a_bias_of_another_type_is_not_for_cublaslt(kernels: Kernels) -> None:
     assert bool(kernels.run("scaled_mm_by", *args, bias.bfloat16(), BF16, "cublaslt", 1).isfinite().all())
 
 
+def test_scales_that_begin_anywhere_are_not_for_cublaslt(kernels: Kernels) -> None:
+    """Those of an expert's rows, which torch refused with an error on an H200."""
+    a, b, a_scale, b_scale = kernels.here(operands(129, 32, 64, "row", "row"))
+    args = a[1:], b, a_scale[1:], b_scale, None, BF16
+    with pytest.raises(RuntimeError, match="kernel: is cublaslt, which does not multiply this here"):
+        kernels.ops.scaled_mm_by(*args, "cublaslt", 1)
+    found = kernels.ops.scaled_mm(*args)
+    assert_within_accumulation(found.cpu(), *(t.cpu() for t in args[:4]), device=kernels.device)
+
+
 @pytest.mark.parametrize("out", FORMATS)
 def test_cublaslt_is_not_asked_for_fp8(switched: Kernels, out: torch.dtype) -> None:
     args = *whole_numbers(5, 48, 144), torch.tensor(0.5), out
