@@ -51,9 +51,9 @@ class OnDevice {
     return !told || status != cudaStreamCaptureStatusNone;
   }
   int multiprocessors() const { return attribute(cudaDevAttrMultiProcessorCount); }
-  int shared_bytes() const {
+  int shared_bytes() const {  // that a block may have
     return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  }                         // that a block may have
+  }
   int capability() const {  // 89, 90, 100, 120
     return 10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor);
   }

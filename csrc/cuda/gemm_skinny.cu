@@ -1,7 +1,7 @@
 // Decoding: E4M3 activations of 1..64 rows times E4M3 weights. Bound by reading the weights once.
 //
 // The weights are the 16-row operand of mma.m16n8k32 and the activations its 8-column one, so 8 rows of
-// activations cost as much as 1. Nothing is staged: the order of K inside an mma is free as long as both
+// activations cost as much as 1. The order of K inside an mma is free as long as both
 // operands agree, so a lane takes 16 neighbouring bytes of its weight row as the operands of two mma's, with
 // the same 16 bytes of its activation row. It asks for them two blocks of K ahead. 8 warps of a block share
 // 16 weight rows and take every eighth block of 128 of K each. A matrix with few rows has two such teams of
@@ -160,8 +160,8 @@ class Asked {
   __device__ __forceinline__ unsigned char* slot() const { return memory_ + turn_ * (kBytes / kAhead); }
 
   const Gemm& g_;
-  int n0_, lane_,
-      turn_ = 0;  // turn: of the block that is used, and of the one that is asked for in its place
+  int n0_, lane_;
+  int turn_ = 0;  // of the block that is used, and of the one that is asked for in its place
   unsigned char* memory_;
 };
 
