@@ -178,11 +178,13 @@ __device__ __forceinline__ void multiply(float (&part)[4], const Pieces& asked, 
   }
 }
 
-// What the end of a sum needs besides the sum. It is read before the sum begins: after it every read would be
-// waited for.
+// What the end of a sum needs besides the sum. It is read before the sum begins, because after it every read
+// would be waited for; only of many tokens it would take too many registers meanwhile.
 struct End {
   float a_scale, b_scale, bias, residual;
 };
+template <int kGroups>
+constexpr bool kEndIsReadFirst = kGroups <= 2;
 
 __device__ __forceinline__ End end_of(const Gemm& g, int token, int column) {
   const int64_t at = static_cast<int64_t>(token) * g.n + column;
@@ -245,7 +247,8 @@ __device__ __forceinline__ void finish(const Gemm& g, const Mine<kGroups>& mine,
                                        const Mine<kGroups, End>& end, int n0) {
   float seen = 0.0f;
   for_mine_of<kGroups>(g, n0, [&](int t, int token, int column) {
-    seen = put(g, static_cast<int64_t>(token) * g.n + column, finished(g, mine[t], end[t]), seen);
+    const End of = kEndIsReadFirst<kGroups> ? end[t] : end_of(g, token, column);
+    seen = put(g, static_cast<int64_t>(token) * g.n + column, finished(g, mine[t], of), seen);
   });
   tell_amax(g, seen);
 }
@@ -258,7 +261,7 @@ __device__ __forceinline__ void compute(const Gemm& g, From from) {
   const int blocks = (g.k + kScaleBlock - 1) / kScaleBlock, stride = static_cast<int>(blockDim.x) / 32;
   using Pieces = Asked<kGroups, From>;
   Mine<kGroups, End> end = {};
-  if (warp < kWarps)
+  if (kEndIsReadFirst<kGroups> && warp < kWarps)
     for_mine_of<kGroups>(g, n0, [&](int t, int token, int column) { end[t] = end_of(g, token, column); });
   Pieces asked(g, n0);
 #pragma unroll
