@@ -172,13 +172,14 @@ def test(options: argparse.Namespace) -> Result:
     """Runs every test function in its own process, twelve at a time: after one illegal access, CUDA answers every call
     of the process with that error, and a kernel that hangs takes its process with it."""
     collected = run([*PYTEST, "--collect-only", *test_files()], LIMITS["test"], keep=1 << 24)
-    if options.dry_run or collected["status"]:
-        return collected | {"tail": collected["tail"][-2000:]}
     begin, functions = time.monotonic(), test_functions(collected["tail"])
+    collected["tail"] = collected["tail"][-2000:]
+    if options.dry_run or not functions:
+        return collected
     with ThreadPoolExecutor(12) as pool:
         results = pool.map(lambda name: run([*PYTEST, name], LIMITS["test"]), functions)
         parts = dict(zip([name.removeprefix("tests/") for name in functions], results, strict=True))
-    return together(parts) | {"seconds": round(time.monotonic() - begin, 1)}
+    return together({"collect": collected, **parts}) | {"seconds": round(time.monotonic() - begin, 1)}
 
 
 SANITIZERS = {

@@ -120,6 +120,23 @@ def test_every_function_is_its_own_process() -> None:
     assert gpu.test_functions(printed) == ["tests/cuda/test_a.py::test_one", "tests/cuda/test_b.py::test_two"]
 
 
+def test_a_file_that_cannot_be_collected_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that lacks a package of one file."""
+
+    def run(command: list[str], limit: float, keep: int = 2000, **environment: str) -> gpu.Result:
+        collects = "--collect-only" in command
+        tail = "tests/cuda/test_a.py::test_one[cuda]\n" if collects else "1 passed"
+        return {"status": 2 if collects else 0, "seconds": 1.0, "tail": tail}
+
+    monkeypatch.setattr(gpu, "run", run)
+    result = gpu.test(options())
+    assert result["status"] == 2
+    assert {name: part["status"] for name, part in result["parts"].items()} == {
+        "collect": 2,
+        "cuda/test_a.py::test_one": 0,
+    }
+
+
 def test_an_unknown_part_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--skip", "tests"])
     with pytest.raises(SystemExit):
