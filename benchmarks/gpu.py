@@ -9,7 +9,7 @@ package, from a wheel of it in the repository or in build/, or from --cutlass: a
 include/cutlass.
 
 Planned for 8 minutes on 16 cores: building 3, testing 1.5, measuring 1.5, tiles 0.5, the sanitizer with what is left.
-The machine may be available for minutes only, and a new kernel may hang. So every test file and every group of
+The machine may be available for minutes only, and a new kernel may hang. So every test function and every group of
 measurements has its own process and time limit, and the results are written after each part.
 
 --dry-run rehearses: the build is configured without CUDA and its steps are listed, tests for a GPU are collected, every
