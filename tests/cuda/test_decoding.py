@@ -22,6 +22,7 @@ from fp8serve.engine.scheduler import Scheduler
 from fp8serve.engine.sequence import Sequence
 from fp8serve.fp8 import elementwise
 from fp8serve.fp8 import frozen as frozen_layers
+from fp8serve.fp8 import linear as linear_layers
 from fp8serve.fp8.attention import causal_attention
 from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.frozen import FrozenLinear
@@ -141,7 +142,7 @@ def multiply_by(product: Product, monkeypatch: pytest.MonkeyPatch) -> None:
         *operands, residual = arguments
         return residual + product(*operands, residual.dtype)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(torch.ops.fp8serve, "scaled_mm", product)
+    monkeypatch.setattr(linear_layers, "_scaled_mm", product)
     monkeypatch.setattr(frozen_layers, "_scaled_mm", product)
     monkeypatch.setattr(frozen_layers, "_scaled_mm_add", add)
 
