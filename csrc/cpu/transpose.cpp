@@ -3,8 +3,8 @@
 // FP8 data, transpose_half elements of two bytes. GEMM operands have the contracted dimension contiguous, so
 // the backward pass of a linear layer reads x^T and w^T.
 //
-// Blocks of 128 rows x 256 columns: cast row by row into a buffer, copied to their place and, turned 16 x 16
-// at a time, to the other matrix in pieces of two cache lines. That shape decides the speed
+// Blocks of 128 rows of 256 bytes: cast row by row into a buffer, copied to their place and, turned a square
+// at a time, to the other matrix in pieces of whole cache lines. That shape decides the speed
 // (docs/performance-log.md).
 #include <torch/csrc/stable/library.h>
 
@@ -21,19 +21,20 @@
 namespace fp8serve {
 namespace {
 
-constexpr int64_t kTall = 128;           // rows of a block: two whole cache lines of the transpose
-constexpr int64_t kWide = 256;           // its columns
-constexpr int64_t kStride = kWide + 64;  // no power of two: rows must not share cache sets
+constexpr int64_t kTall = 128;   // rows of a block: two whole cache lines of the transpose, or four
+constexpr int64_t kBroad = 256;  // bytes of its rows
 
-// 16 x 16 bytes, turned by four rounds of interleaving row i with row i + 8.
-using Bytes = uint8_t __attribute__((vector_size(16)));
-
-struct Sixteen {
-  Bytes row[16];
+// A square of rows of 16 bytes: 16 x 16 elements of one byte, or 8 x 8 of two.
+template <class E>
+struct Square {
+  static constexpr int64_t kSide = 16 / sizeof(E);
+  using Row [[gnu::vector_size(16)]] = E;
+  Row row[kSide];
 };
 
-FP8_INLINE Sixteen interleaved(const Sixteen& in) {
-  Sixteen out;
+// Row i interleaved with row i + kSide / 2. log2(kSide) times, that turns the square.
+FP8_INLINE Square<uint8_t> interleaved(const Square<uint8_t>& in) {
+  Square<uint8_t> out;
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
     out.row[2 * i] = __builtin_shufflevector(in.row[i], in.row[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5,
@@ -43,45 +44,68 @@ FP8_INLINE Sixteen interleaved(const Sixteen& in) {
   }
   return out;
 }
-
-FP8_INLINE void turn16(const uint8_t* from, uint8_t* out, int64_t stride) {
-  Sixteen s;
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) std::memcpy(&s.row[i], from + i * kStride, 16);
-  s = interleaved(interleaved(interleaved(interleaved(s))));
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) std::memcpy(out + i * stride, &s.row[i], 16);
+FP8_INLINE Square<uint16_t> interleaved(const Square<uint16_t>& in) {
+  Square<uint16_t> out;
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    out.row[2 * i] = __builtin_shufflevector(in.row[i], in.row[i + 4], 0, 8, 1, 9, 2, 10, 3, 11);
+    out.row[2 * i + 1] = __builtin_shufflevector(in.row[i], in.row[i + 4], 4, 12, 5, 13, 6, 14, 7, 15);
+  }
+  return out;
 }
 
-// A block of FP8 data, turned.
-FP8_INLINE void turn(const uint8_t* block, uint8_t* out, int64_t stride, int64_t rows, int64_t cols) {
-  for (int64_t c = 0; c < cols; c += 16) {
-    for (int64_t r = 0; r < rows; r += 16) {
-      if (r + 16 <= rows && c + 16 <= cols) {
-        turn16(block + r * kStride + c, out + c * stride + r, stride);
-      } else {
-        for (int64_t j = c; j < cols && j < c + 16; ++j) {
-          for (int64_t i = r; i < rows && i < r + 16; ++i) out[j * stride + i] = block[i * kStride + j];
+// A block: kTall rows of kWide elements, kStride apart, which is no power of two: rows must not share cache
+// sets.
+template <class E>
+struct Block {
+  static constexpr int64_t kWide = kBroad / sizeof(E), kStride = kWide + (sizeof(E) == 1 ? 64 : 16);
+  alignas(64) E data[kTall * kStride];
+
+  FP8_INLINE E* row(int64_t r) { return data + r * kStride; }
+
+  // The first `rows` x `cols`, turned; `stride`: of the transpose's rows.
+  FP8_INLINE void turn(E* out, int64_t stride, int64_t rows, int64_t cols) const {
+    constexpr int64_t kSide = Square<E>::kSide;
+    for (int64_t c = 0; c < cols; c += kSide) {
+      for (int64_t r = 0; r < rows; r += kSide) {
+        if (r + kSide <= rows && c + kSide <= cols) {
+          turn_square(data + r * kStride + c, out + c * stride + r, stride);
+        } else {
+          for (int64_t j = c; j < cols && j < c + kSide; ++j) {
+            for (int64_t i = r; i < rows && i < r + kSide; ++i) out[j * stride + i] = data[i * kStride + j];
+          }
         }
       }
     }
   }
-}
+
+ private:
+  static FP8_INLINE void turn_square(const E* from, E* out, int64_t stride) {
+    constexpr int kSide = Square<E>::kSide;
+    Square<E> s;
+#pragma GCC unroll 16
+    for (int i = 0; i < kSide; ++i) std::memcpy(&s.row[i], from + i * kStride, 16);
+#pragma GCC unroll 4
+    for (int side = 1; side < kSide; side *= 2) s = interleaved(s);
+#pragma GCC unroll 16
+    for (int i = 0; i < kSide; ++i) std::memcpy(out + i * stride, &s.row[i], 16);
+  }
+};
 
 template <class F>
 struct CastBlock {
   template <class T>
   static FP8_INLINE void run(const T* x, uint8_t* q, uint8_t* q_t, int64_t rows, int64_t cols, int64_t m,
                              int64_t k, float scale, float* amax) {
-    alignas(64) uint8_t block[kTall * kStride];
+    Block<uint8_t> block;
     float seen = 0.0f;
     for (int64_t r = 0; r < rows; ++r) {
       const float row = amax_row(x + r * k, cols);
       seen = row > seen ? row : seen;
-      cast_row<F>(x + r * k, block + r * kStride, cols, scale);
-      std::memcpy(q + r * k, block + r * kStride, static_cast<size_t>(cols));
+      cast_row<F>(x + r * k, block.row(r), cols, scale);
+      std::memcpy(q + r * k, block.row(r), static_cast<size_t>(cols));
     }
-    turn(block, q_t, m, rows, cols);
+    block.turn(q_t, m, rows, cols);
     *amax = seen;
   }
 };
@@ -98,6 +122,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_transpose(const Tensor& x_in, const 
   const Tensor x = dense(x_in), q = empty({m.value(), k.value()}, dtype),
                q_t = empty({k.value(), m.value()}, dtype);
   const int64_t rows = m.value(), cols = k.value();
+  constexpr int64_t kWide = Block<uint8_t>::kWide;
   const int64_t down = (rows + kTall - 1) / kTall, across = (cols + kWide - 1) / kWide;
   SharedAmax amax;
   with_format(dtype, [&](auto format) {
@@ -143,95 +168,44 @@ std::tuple<Tensor, Tensor, Tensor> quantize_delayed(const Tensor& x, const Tenso
 }
 
 struct TurnBlock {
-  static FP8_INLINE void run(const uint8_t* x, uint8_t* out, int64_t rows, int64_t cols, int64_t m,
-                             int64_t k) {
-    alignas(64) uint8_t block[kTall * kStride];
-    for (int64_t r = 0; r < rows; ++r) std::memcpy(block + r * kStride, x + r * k, static_cast<size_t>(cols));
-    turn(block, out, m, rows, cols);
+  template <class E>
+  static FP8_INLINE void run(const E* x, E* out, int64_t rows, int64_t cols, int64_t m, int64_t k) {
+    Block<E> block;
+    for (int64_t r = 0; r < rows; ++r) {
+      std::memcpy(block.row(r), x + r * k, static_cast<size_t>(cols) * sizeof(E));
+    }
+    block.turn(out, m, rows, cols);
   }
 };
 
-Tensor transpose_fp8(const Tensor& q_in) {
-  const Contract check("transpose_fp8");
-  check.rank("q", q_in, 2);
-  const Size m{"M", q_in.size(0)}, k{"K", q_in.size(1)};
-  check.tensor("q", q_in, {ScalarType::Float8_e4m3fn, ScalarType::Float8_e5m2}, {m, k});
-  const Tensor q = dense(q_in), out = empty({k.value(), m.value()}, q.scalar_type());
-  const int64_t rows = m.value(), cols = k.value();
+// x [rows, cols] as [cols, rows], of elements of E's size.
+template <class E>
+Tensor transposed(const Tensor& x_in, int64_t rows, int64_t cols) {
+  const Tensor x = dense(x_in), out = empty({cols, rows}, x.scalar_type());
+  constexpr int64_t kWide = Block<E>::kWide;
   const int64_t down = (rows + kTall - 1) / kTall, across = (cols + kWide - 1) / kWide;
   parallel_tasks(down * across, [&](int64_t i) {
     const int64_t r = i / across * kTall, c = i % across * kWide;
-    dispatch<TurnBlock>(data<const uint8_t>(q) + r * cols + c, data<uint8_t>(out) + c * rows + r,
+    dispatch<TurnBlock>(data<const E>(x) + r * cols + c, data<E>(out) + c * rows + r,
                         std::min(kTall, rows - r), std::min(kWide, cols - c), rows, cols);
   });
   return out;
 }
 
-// 8 x 8 elements of two bytes, turned by three rounds of interleaving row i with row i + 4.
-using Halves = uint16_t __attribute__((vector_size(16)));
-
-struct Eight {
-  Halves row[8];
-};
-
-FP8_INLINE Eight interleaved(const Eight& in) {
-  Eight out;
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    out.row[2 * i] = __builtin_shufflevector(in.row[i], in.row[i + 4], 0, 8, 1, 9, 2, 10, 3, 11);
-    out.row[2 * i + 1] = __builtin_shufflevector(in.row[i], in.row[i + 4], 4, 12, 5, 13, 6, 14, 7, 15);
-  }
-  return out;
+Tensor transpose_fp8(const Tensor& q) {
+  const Contract check("transpose_fp8");
+  check.rank("q", q, 2);
+  const Size m{"M", q.size(0)}, k{"K", q.size(1)};
+  check.tensor("q", q, {ScalarType::Float8_e4m3fn, ScalarType::Float8_e5m2}, {m, k});
+  return transposed<uint8_t>(q, m.value(), k.value());
 }
 
-struct TurnHalves {
-  static constexpr int64_t kWidth = kWide / 2;    // columns of a block
-  static constexpr int64_t kPitch = kWidth + 16;  // no power of two, as kStride
-
-  static FP8_INLINE void run(const uint16_t* x, uint16_t* out, int64_t rows, int64_t cols, int64_t m,
-                             int64_t k) {
-    alignas(64) uint16_t block[kTall * kPitch];
-    for (int64_t r = 0; r < rows; ++r) {
-      std::memcpy(block + r * kPitch, x + r * k, static_cast<size_t>(cols) * sizeof(uint16_t));
-    }
-    for (int64_t c = 0; c < cols; c += 8) {
-      for (int64_t r = 0; r < rows; r += 8) {
-        if (r + 8 <= rows && c + 8 <= cols) {
-          turn8(block + r * kPitch + c, out + c * m + r, m);
-        } else {
-          for (int64_t j = c; j < cols && j < c + 8; ++j) {
-            for (int64_t i = r; i < rows && i < r + 8; ++i) out[j * m + i] = block[i * kPitch + j];
-          }
-        }
-      }
-    }
-  }
-
- private:
-  static FP8_INLINE void turn8(const uint16_t* from, uint16_t* out, int64_t stride) {
-    Eight s;
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) std::memcpy(&s.row[i], from + i * kPitch, 16);
-    s = interleaved(interleaved(interleaved(s)));
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) std::memcpy(out + i * stride, &s.row[i], 16);
-  }
-};
-
-Tensor transpose_half(const Tensor& x_in) {
+Tensor transpose_half(const Tensor& x) {
   const Contract check("transpose_half");
-  check.rank("x", x_in, 2);
-  const Size m{"M", x_in.size(0)}, k{"K", x_in.size(1)};
-  check.tensor("x", x_in, {ScalarType::BFloat16, ScalarType::Half}, {m, k});
-  const Tensor x = dense(x_in), out = empty({k.value(), m.value()}, x.scalar_type());
-  const int64_t rows = m.value(), cols = k.value(), wide = TurnHalves::kWidth;
-  const int64_t down = (rows + kTall - 1) / kTall, across = (cols + wide - 1) / wide;
-  parallel_tasks(down * across, [&](int64_t i) {
-    const int64_t r = i / across * kTall, c = i % across * wide;
-    dispatch<TurnHalves>(data<const uint16_t>(x) + r * cols + c, data<uint16_t>(out) + c * rows + r,
-                         std::min(kTall, rows - r), std::min(wide, cols - c), rows, cols);
-  });
-  return out;
+  check.rank("x", x, 2);
+  const Size m{"M", x.size(0)}, k{"K", x.size(1)};
+  check.tensor("x", x, {ScalarType::BFloat16, ScalarType::Half}, {m, k});
+  return transposed<uint16_t>(x, m.value(), k.value());
 }
 
 }  // namespace
