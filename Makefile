@@ -11,6 +11,8 @@ PYTEST_ARGS ?=
 # Tests run in one process per processor: each takes its share of the list, and from the others' when it is done.
 TEST_WORKERS ?= logical
 PYTEST = $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --maxprocesses 8 --dist worksteal
+# Of make test-random: a seed that failed, to draw its examples again.
+SEEDS ?= $(shell for run in 1 2 3 4 5 6 7 8 9 10; do echo $$((RANDOM * 32768 + RANDOM)); done)
 QUICK = smoke or not (slow or exhaustive or emulator or distributed)
 DEMO_ARGS ?=
 # The CUDA kernels: of make wheel ON, OFF or AUTO (where torch has CUDA), and the architectures, "89;90a;100f;120f".
@@ -35,7 +37,7 @@ DOCS_REQUIREMENTS = import tomllib; p = tomllib.load(open("pyproject.toml", "rb"
   print(*p["project"]["optional-dependencies"]["docs"], sep="\n")
 
 
-.PHONY: help setup weights options routes pictures console-pictures compatibility docs demo test test-all coverage lint format typecheck cuda gpu wheel lock clean
+.PHONY: help setup weights options routes pictures console-pictures compatibility docs demo test test-all test-random coverage lint format typecheck cuda gpu wheel lock clean
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -100,6 +102,12 @@ test: setup ## the tests that a person waits for; PYTEST_ARGS="tests/fp8 -k satu
 
 test-all: setup ## every test
 	$(PYTEST) $(PYTEST_ARGS)
+
+test-random: setup ## the tests that Hypothesis draws examples for, with ten new seeds; SEEDS=17 repeats one
+	@failed=; for seed in $(SEEDS); do \
+	  echo "seed $$seed"; \
+	  $(PYTEST) -m hypothesis --hypothesis-profile random --hypothesis-seed $$seed $(PYTEST_ARGS) || failed+=" $$seed"; \
+	done; test -z "$$failed" || { echo "Seeds that failed:$$failed. To draw one again: make test-random SEEDS=..." >&2; exit 1; }
 
 coverage: setup ## every test, half as long again, and the lines that none of them runs
 	$(PYTEST) --cov --cov-report=term:skip-covered $(PYTEST_ARGS)

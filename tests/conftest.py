@@ -2,12 +2,24 @@
 
 One thread for torch here and in every process that a test starts, set before torch is imported: the suite also runs
 beside other work, where threads that wait for each other cost minutes. Results do not depend on it.
+
+Hypothesis draws the same examples in every run and keeps none between runs, so a test passes or fails whoever runs it
+and whenever. `make test-random` loads the profile "random" instead, which draws new examples.
 """
 
 import os
 import signal
 
 import pytest
+
+try:
+    from hypothesis import settings
+except ImportError:  # `make gpu` needs nothing but torch and pytest
+    pass
+else:
+    settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
+    settings.register_profile("random", derandomize=False, deadline=None, print_blob=True)
+    settings.load_profile("fixed")
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"

@@ -92,7 +92,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(STEPS, st.integers(1, 12), st.integers(1, 4))
 def test_no_block_is_leaked_or_wrongly_shared(
     steps: list[tuple[str, int, int]], num_blocks: int, block_size: int

@@ -146,7 +146,7 @@ PARAMS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(PARAMS, min_size=2, max_size=7), st.integers(0, 1000), st.sampled_from([5, 37, 301]))
 def test_a_row_does_not_know_its_neighbours(options: list[dict[str, Any]], seed: int, vocab: int) -> None:
     rng = torch.Generator().manual_seed(seed)

@@ -227,7 +227,7 @@ def test_abort_at_any_point_frees_everything(steps: int) -> None:
     assert scheduler.pool.num_used == 0
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.integers(0, 2**32), st.integers(4, 20), st.integers(1, 4), st.integers(1, 5), st.integers(1, 12))
 def test_every_request_ends_and_every_block_returns(seed: int, blocks: int, size: int, seqs: int, extra: int) -> None:
     rng = random.Random(seed)

@@ -57,7 +57,7 @@ def tell(informed: type[Informed], request: Request, outputs: Items[Any]) -> Non
 
 
 @pytest.mark.parametrize("mode", list(MODES))
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), wrong=st.sampled_from([0.0, 0.3, 1.0]))
 def test_drafts_change_no_bit(
     large_dir: Path,  # noqa: F811

@@ -91,7 +91,7 @@ amaxes = st.lists(finite | spikes, max_size=3)
 steps = st.lists(st.lists(amaxes, min_size=3, max_size=3), max_size=30)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     steps=steps,
     length=st.sampled_from([1, 2, 3, 5, 8]),

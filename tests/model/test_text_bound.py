@@ -105,7 +105,7 @@ def test_a_text_has_never_fewer_tokens(name: str) -> None:
     bound = text_bound(backend)
     assert bound is not None
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=300)
     @given(TEXTS)
     def check(text: str) -> None:
         assert bound.fewest_tokens(text) <= len(backend.encode(text, add_special_tokens=False).ids)

@@ -154,7 +154,7 @@ STREAMED = {kind: tokenizer(kind) for kind in KINDS}
 
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_stream_adds_up_to_decode_on_any_ids(kind: str, skip: bool, data: st.DataObject) -> None:
     subject = STREAMED[kind]
@@ -165,7 +165,7 @@ def test_stream_adds_up_to_decode_on_any_ids(kind: str, skip: bool, data: st.Dat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text(max_size=30))
 def test_stream_of_valid_text_never_shows_a_broken_character(kind: str, text: str) -> None:
     subject = STREAMED[kind]
@@ -178,7 +178,7 @@ def test_stream_of_valid_text_never_shows_a_broken_character(kind: str, text: st
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text(max_size=30))
 def test_the_bytes_of_all_tokens_are_those_of_the_text(kind: str, text: str) -> None:
     subject = STREAMED[kind]
@@ -187,7 +187,7 @@ def test_the_bytes_of_all_tokens_are_those_of_the_text(kind: str, text: str) -> 
     assert b"".join(pieces) == subject.decode(ids, skip_special_tokens=False).encode()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(ids=st.lists(st.integers(0, STREAMED["byte-level"].vocab_size - 1), max_size=20))
 def test_the_bytes_of_any_ids_decode_to_their_text(ids: list[int]) -> None:
     subject = STREAMED["byte-level"]

@@ -54,6 +54,7 @@ def description(server: Process) -> Any:
     return schemathesis.openapi.from_url(server.url + "/openapi.json")
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 @pytest.mark.parametrize(("method", "path"), sorted(ROUTES))
 def test_live_answers_are_as_described(description: Any, method: str, path: str, mode: GenerationMode) -> None:
@@ -61,7 +62,7 @@ def test_live_answers_are_as_described(description: Any, method: str, path: str,
     cases = operation.as_strategy(generation_mode=mode)
 
     @hypothesis.given(cases)
-    @hypothesis.settings(max_examples=8, deadline=None, derandomize=True, database=None, suppress_health_check=ANY)
+    @hypothesis.settings(max_examples=8, suppress_health_check=ANY)
     def hold(case: Any) -> None:
         case.call_and_validate(checks=CHECKS, timeout=PATIENCE)
 
@@ -154,6 +155,7 @@ def answered(description: Any, path: str, file_id: str | None = None) -> StepOut
     return StepOutput(response=response, case=case)
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 def test_every_link_leads_to_answers_as_described(description: Any, mode: GenerationMode) -> None:
     """The operation behind a link is called with the id that the previous answer named, validly and invalidly."""
@@ -175,7 +177,7 @@ def follow_with(link: Any, made: StepOutput, mode: GenerationMode) -> None:
     assert places or body, link.full_name
 
     @hypothesis.given(link.target.as_strategy(generation_mode=mode))
-    @hypothesis.settings(max_examples=1, deadline=None, derandomize=True, database=None, suppress_health_check=ANY)
+    @hypothesis.settings(max_examples=1, suppress_health_check=ANY)
     def hold(case: Any) -> None:
         case.path_parameters = {**(case.path_parameters or {}), **places}
         if body and isinstance(case.body, dict):
@@ -185,6 +187,7 @@ def follow_with(link: Any, made: StepOutput, mode: GenerationMode) -> None:
     hold()
 
 
+@pytest.mark.hypothesis
 def test_walks_from_answer_to_answer_meet_nothing_undescribed(description: Any) -> None:
     """Schemathesis makes jobs and files, valid and broken, and continues with the ids in the answers."""
     walked = description.include(path_regex="^/(finetune|v1/files|v1/fine_tuning)")
@@ -196,5 +199,5 @@ def test_walks_from_answer_to_answer_meet_nothing_undescribed(description: Any) 
         def validate_response(self, response: Any, case: Any, *_: Any, **__: Any) -> None:
             case.validate_response(response, checks=CHECKS)
 
-    options = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": ANY}
+    options = {"suppress_health_check": ANY}
     Walk.run(settings=hypothesis.settings(max_examples=6, stateful_step_count=8, **options))

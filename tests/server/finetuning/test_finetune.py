@@ -670,7 +670,7 @@ async def test_the_bounds_of_rows_hold_for_uploads(start: Start, name: str, cont
         assert len(list((server.state.data_dir / "files").iterdir())) == (status == 200)
 
 
-@hypothesis.settings(max_examples=100, deadline=None)
+@hypothesis.settings(max_examples=100)
 @hypothesis.given(st.binary(max_size=60).map(lambda data: data.replace(b"\x00", b"\n")), st.integers(1, 7))
 def test_rows_are_counted_alike_however_they_arrive(data: bytes, piece: int) -> None:
     for text in (False, True):

@@ -147,9 +147,7 @@ def test_a_table_of_the_first_layout_is_brought_up_to_date(tmp_path: Path) -> No
 
 
 TestJobTable = JobTable.TestCase
-TestJobTable.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestJobTable.settings = settings(max_examples=60, stateful_step_count=30, suppress_health_check=list(HealthCheck))
 
 
 def test_a_table_of_another_layout_is_named_and_left_alone(tmp_path: Path) -> None:
