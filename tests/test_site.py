@@ -16,6 +16,8 @@ import fp8serve
 from fp8serve import routes_page
 from fp8serve.bench import concepts
 from fp8serve.cli import app
+from fp8serve.fp8.ops.registry import OPS
+from fp8serve.model.config.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -139,6 +141,67 @@ def test_the_pictures_of_the_concepts_are_those_that_are_drawn(tmp_path: Path) -
         values = [list(map(float, number.findall(text))) for text in (drawn, kept)]
         assert values[0] == pytest.approx(values[1], abs=1.0)
     assert sorted(os.listdir(tmp_path)) == sorted(os.listdir(DOCS / "concepts"))
+
+
+# -- what has run on a GPU, and other counts ---------------------------------------------------------------------------
+
+GPU_STATUS = "cuda.md"
+HISTORY = ("performance-log.md", "CHANGELOG.md")
+STATUS = re.compile(
+    r"\b[AHB][12]00\b"  # a chip that was used
+    r"|(?i:emulator here|only on an emulator|needs a GPU"
+    r"|(?:has|have|had|was|were|been|nothing)\s+(?:(?:not|never|yet|been|has|since)\s+)*(?:run|ran|tried|tested)\s+on\s+an?\s+(?:real\s+)?"
+    r"(?:GPU|one\b|NVIDIA)"
+    r"|(?:run|tried|tested)\s+on\s+a\s+real)"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "states"),
+    [
+        ("Its kernels have run on an\nH200.", True),
+        ("nothing has run on a GPU", True),
+        ("This has not been run on a GPU.", True),
+        ("kernels have not run on a GPU yet", True),
+        ("nothing has run on a real one yet", True),
+        ("CUDA runs on an emulator here.", True),
+        ("whether they can be captured has not been tried on a GPU", True),
+        ("On a GPU the weight is widened in every call.", False),
+        ("`--device cuda` runs it on a GPU.", False),
+    ],
+)
+def test_statements_of_gpu_status_are_recognized(text: str, states: bool) -> None:
+    assert bool(STATUS.search(text)) == states
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in [*PAGES, *ROOT.glob("*.md")] if page.name not in {GPU_STATUS, *HISTORY}],
+    ids=lambda page: page.stem,
+)
+def test_one_page_says_what_has_run_on_which_gpu(page: Path) -> None:
+    """Others link to its table: statements on five pages contradicted each other."""
+    assert not STATUS.findall(page.read_text()), f"say it in docs/{GPU_STATUS}, and link to #what-has-run-where"
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", DOCS / "questions.md", DOCS / "promises.md"], ids=lambda p: p.stem
+)
+def test_pages_that_mention_gpus_link_to_what_has_run_where(page: Path) -> None:
+    assert f"{GPU_STATUS}#what-has-run-where" in page.read_text()
+
+
+def test_the_page_of_gpus_names_the_ops_without_a_kernel_there() -> None:
+    paragraph = re.search(r"^These ops have no CUDA kernel;.*?\n\n", (DOCS / GPU_STATUS).read_text(), flags=re.M | re.S)
+    assert paragraph is not None
+    without = [name for name, op in OPS.items() if "cuda" not in op.kernels]
+    assert sorted(re.findall(r"`(\w+)`", paragraph[0])) == sorted(without)
+
+
+def test_the_readme_counts_the_families_and_is_short() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert f"| {len(FAMILIES)} decoders of its own" in text
+    assert text.count("\n") <= 150
 
 
 # -- links -------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ Refused rather than guessed: more than two GEMMs (grouped linears, whose slot or
 FP8 attention, recipes with functions, and anything that is not FP32, not of the right shape, or not finite.
 
 Export writes a pickle because Transformer Engine reads nothing else: the 1.x form without a recipe object, which every
-version reads, holding tensors, numbers and text only. Not tried against a real Transformer Engine, which needs CUDA.
+version reads, holding tensors, numbers and text only. Not tried against a real Transformer Engine yet.
 """
 
 import pickle
