@@ -261,6 +261,16 @@ class Settings(EngineOptions):
     def trains_on_serving_device(self) -> bool:
         return self.training_device == self.device
 
+    @property
+    def training_refused(self) -> str | None:
+        """Why this server runs no fine-tune jobs, without what to do; None if it runs them."""
+        if self.train_on != "refuse" or not self.trains_on_serving_device:
+            return None
+        return (
+            f"A fine-tune job would run on {self.device}, the device that serves, and this server was not told how to "
+            "share it."
+        )
+
 
 def _check_exposure(settings: Settings) -> None:
     """Whoever can reach the port can run jobs on this machine, so an open port needs a key or an explicit word."""

@@ -8,6 +8,7 @@ import { JobPanel } from "./job_panel.js";
 import { bytes, count, percent } from "./numbers.js";
 
 const LISTED = 20;
+const TO_ALLOW = "Start the server with --train-on share, --train-on pause or --train-device to run jobs.";
 
 export function finetuneView(section) {
   const view = new Finetune();
@@ -21,6 +22,7 @@ class Finetune {
     this.fields = new JobFields();
     this.panel = new JobPanel();
     this.note = element("p", { id: "tune-note", className: "quiet", role: "status" });
+    this.refusal = element("p", { id: "refusal", className: "refusal", hidden: true });
     this.sample = element(
       "details",
       { className: "part", hidden: true },
@@ -28,7 +30,7 @@ class Finetune {
       element("p", { className: "text" }),
     );
     const report = (text, isError) => say(this.note, text, isError);
-    this.start = element("button", { id: "start" }, "Start");
+    this.start = element("button", { id: "start", "aria-describedby": "refusal" }, "Start");
     this.check = button("Check only", () => this.validate(), { id: "check", report });
     this.form = element(
       "form",
@@ -36,13 +38,14 @@ class Finetune {
       element("h3", {}, "A new job"),
       this.data.node,
       this.fields.node,
+      this.refusal,
       element("div", { className: "row" }, this.start, this.check),
       this.note,
       this.sample,
     );
     this.form.addEventListener("submit", (event) => {
       event.preventDefault();
-      this.submit();
+      if (!this.start.disabled) this.submit(); // Enter in a field submits, too
     });
     this.jobs = element("ul", { id: "jobs", className: "jobs" });
     this.list = element("div", { className: "card" }, element("h3", {}, "Jobs"), this.jobs);
@@ -53,8 +56,20 @@ class Finetune {
     this.wanted = id;
   }
 
+  /** Asks once whether this server runs jobs at all; where it does not, the form says why and offers a check only. */
+  async askForRefusal() {
+    if (this.refused !== undefined) return;
+    const info = await get("info").catch(() => null); // a key that does not open it may still start jobs
+    if (info === null) return;
+    this.refused = info.training_refused !== null;
+    this.panel.refused = this.refused;
+    this.start.disabled = this.refused;
+    this.refusal.hidden = !this.refused;
+    if (this.refused) this.refusal.textContent = `${info.training_refused} ${TO_ALLOW}`;
+  }
+
   async refresh() {
-    await this.fields.load();
+    await Promise.all([this.fields.load(), this.askForRefusal()]);
     const { jobs } = await get(`finetune?limit=${LISTED}`);
     await this.data.refresh();
     const busy = jobs.find((job) => job.status === "running");

@@ -3,27 +3,59 @@
 
 import { element, renew } from "./dom.js";
 import { percent, number } from "./numbers.js";
-import { level, trouble } from "./trouble.js";
+import { level, MANY, SOME, trouble } from "./trouble.js";
 
-/** What a cell is coloured by: a level from 0 (calm) to 5, and the number that is said. */
+/**
+ * What a cell is coloured by. `steps`: a value that has passed the n-th of them has shade n; they fall where a small
+ * value is the bad one. `meaning`: for the legend.
+ */
 const BY = {
   "cut off": {
     value: (layer) => layer.saturation,
     text: percent,
-    shade: (share) => (share > 0 ? Math.min(5, Math.max(1, Math.round(Math.log10(share)) + 6)) : 0),
+    steps: [1e-6, 1e-5, 1e-4, 3e-4, 6e-4],
+    meaning: "Share of an input's values beyond the range of its scale",
   },
   headroom: {
     value: (layer) => layer.headroom,
     text: (room) => `${number(room)}×`,
-    shade: (room) => Math.min(5, Math.max(0, 4 - Math.floor(Math.log2(room)))),
+    steps: [16, 8, 4, 2, 1],
+    meaning: "How many times as large an input could be before values are cut off",
   },
   drift: {
     value: (layer) => layer.drift,
     text: (drift) => `${number(drift)}×`,
-    shade: (drift) => Math.min(5, Math.max(0, Math.round(3 + 2 * Math.log2(drift)))),
+    steps: [0.4, 0.6, 0.85, 1.2, 1.7],
+    meaning: "Largest input over the largest that calibration saw",
   },
 };
 export const COLOURS = Object.keys(BY);
+
+/** How many of the steps `value` has passed. */
+function shade({ steps }, value) {
+  const falls = steps[0] > steps[1];
+  return steps.filter((step) => (falls ? value < step : value >= step)).length;
+}
+
+/** What the colours of the map mean, when it is coloured `by` a name of COLOURS. */
+export function legend(by) {
+  const { steps, text, meaning } = BY[by];
+  const [below, from] = steps[0] > steps[1] ? ["from", "below"] : ["below", "from"];
+  const key = (className, mark, name) =>
+    element("li", {}, element("span", { className: `swatch ${className}`, "aria-hidden": "true" }, mark), name);
+  return [
+    element("p", {}, `${meaning}:`),
+    element(
+      "ul",
+      {},
+      key("shade-0", "", `${below} ${text(steps[0])}`),
+      ...steps.map((step, i) => key(`shade-${i + 1}`, "", `${from} ${text(step)}`)),
+      key("unknown", "", "no figure yet"),
+      key("level-1", "!", `worth a look: ${percent(SOME)} cut off, or drift beyond the alarm`),
+      key("level-2", "!", `costs quality: ${percent(MANY)} cut off`),
+    ),
+  ];
+}
 
 export class HeatMap {
   /** `choose`: called with the layers of a cell that was reached. */
@@ -79,13 +111,13 @@ export class HeatMap {
   cell(cell, by, y, x, column) {
     if (!cell) return element("td", { className: "none" });
     const layer = worst(cell),
-      { value, text, shade } = BY[by],
+      { value, text } = BY[by],
       found = value(layer);
     const trouble = level(layer);
     const shown = found === null || found === undefined;
     const node = element(
       "td",
-      { role: "gridcell", className: trouble ? `level-${trouble}` : shown ? "unknown" : `shade-${shade(found)}` },
+      { role: "gridcell", className: trouble ? `level-${trouble}` : shown ? "unknown" : `shade-${shade(BY[by], found)}` },
       trouble ? "!" : "",
     );
     node.dataset.place = node.dataset.key = `${y} ${x}`;

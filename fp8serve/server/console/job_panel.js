@@ -12,6 +12,7 @@ const MESSAGES = 100;
 
 export class JobPanel {
   constructor() {
+    this.refused = false; // whether this server runs no jobs
     this.heading = element("h3");
     this.status = element("p", { id: "job-status", role: "status" });
     this.progress = element("progress", { "aria-label": "Steps done", max: 1, value: 0 });
@@ -111,7 +112,7 @@ export class JobPanel {
     renew(
       this.actions,
       [
-        [job.status, job.active, job.cancel_requested, job.pause_requested],
+        [job.status, job.active, job.cancel_requested, job.pause_requested, this.refused],
         [models?.served, models?.models, models?.activating !== null],
       ],
       () => this.buttons(job, models),
@@ -135,7 +136,7 @@ export class JobPanel {
     const canResume = isOpen ? !canPause : job.status === "failed";
     return [
       canPause && act("Pause", () => post(`${path}/pause`)),
-      canResume && act("Go on from the last checkpoint", () => post(`${path}/resume`)),
+      canResume && act("Go on from the last checkpoint", () => post(`${path}/resume`), { disabled: this.refused }),
       isOpen && act("Cancel", () => post(`${path}/cancel`)),
       isDone && !isLoaded && act("Serve it", () => serve(job.id, job.fine_tuned_model), { disabled: off }),
       isDone && !isLoaded && models?.models && act("Load it beside its base", () => load(job.id, job.fine_tuned_model)),

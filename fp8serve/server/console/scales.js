@@ -4,7 +4,7 @@ import { get } from "./api.js";
 import { Chart } from "./chart.js";
 import { writes } from "./chat_settings.js";
 import { element, facts, renew, say, table } from "./dom.js";
-import { COLOURS, HeatMap } from "./heatmap.js";
+import { COLOURS, HeatMap, legend } from "./heatmap.js";
 import { moment, number, percent } from "./numbers.js";
 import { onModels } from "./state.js";
 import { level, sentence, trouble, verdict } from "./trouble.js";
@@ -31,6 +31,7 @@ class Scales {
     this.model = element("select", { id: "scales-model", onchange: () => this.refresh().catch(() => {}) });
     this.which = element("label", { hidden: true }, "Model", this.model);
     onModels((models) => this.offer(models));
+    this.legend = element("div", { className: "quiet map-legend" });
     this.map = new HeatMap((layers) => this.choose(layers));
     this.detail = element("div", { id: "detail", className: "card" }, element("p", { className: "quiet" }, HINT));
     this.chart = new Chart("Largest input over time", { across: clock, fromZero: true });
@@ -45,7 +46,7 @@ class Scales {
       element(
         "div",
         { className: "map-sides" },
-        element("div", { className: "card" }, this.controls(), this.map.node, legend()),
+        element("div", { className: "card" }, this.controls(), this.map.node, this.legend),
         this.detail,
       ),
       element("details", { id: "all-scales" }, element("summary", {}, "All numbers, most trouble first"), this.all),
@@ -105,6 +106,7 @@ class Scales {
     say(this.weights, `Weights: ${this.version}.`);
     renew(this.list, found.slice(0, LISTED), () => found.slice(0, LISTED).map((layer) => this.line(layer)));
     this.map.draw(this.layers, this.by.value);
+    renew(this.legend, this.by.value, () => legend(this.by.value));
     renew(this.all, this.layers, () => (worst.length ? [numbers(worst)] : []));
     this.showDetail();
   }
@@ -200,18 +202,3 @@ function numbers(layers) {
 }
 
 const mark = (text, found) => element("span", { className: found ? `level-${found}` : "" }, text);
-
-function legend() {
-  const shades = [0, 1, 2, 3, 4, 5].map((i) => element("span", { className: `swatch shade-${i}` }));
-  return element(
-    "p",
-    { className: "quiet map-legend" },
-    "calm ",
-    ...shades,
-    " near the end of the format ",
-    element("span", { className: "swatch level-1" }, "!"),
-    " worth a look ",
-    element("span", { className: "swatch level-2" }, "!"),
-    " costs quality",
-  );
-}

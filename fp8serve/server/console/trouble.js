@@ -2,7 +2,7 @@
 
 import { number, percent } from "./numbers.js";
 
-const SOME = 0.001,
+export const SOME = 0.001,
   MANY = 0.01; // shares cut off: the largest values of some tokens always are
 
 /** 0: all is well; 1: worth a look; 2: costs answers their quality. */

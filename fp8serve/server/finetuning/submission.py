@@ -103,15 +103,9 @@ class Submissions:
         """Fault 409 when a job would run on the serving device without permission; 503 while draining."""
         if self.draining.is_set():
             raise Fault(Code.DRAINING, "The server is shutting down.", retry_after=5)
-        settings = self.settings
-        if settings.train_on == "refuse" and settings.trains_on_serving_device:
-            raise Fault(
-                Code.TRAINING_REFUSED,
-                f"A fine-tune job would run on {settings.device}, the device that serves, and this server was not told "
-                "how to share it.",
-                hint="Start it with --train-on share, with --train-on pause, or with --train-device for another "
-                "device.",
-            )
+        if (reason := self.settings.training_refused) is not None:
+            hint = "Start it with --train-on share, with --train-on pause, or with --train-device for another device."
+            raise Fault(Code.TRAINING_REFUSED, reason, hint=hint)
 
     def _training_source(self, model: str | None) -> Source:
         """The weights to start from: those that `model` serves now (None: the default model), "base", or the result or

@@ -89,6 +89,7 @@ class Info(ResponseShape):
     options: JsonObject
     train_on: Literal["refuse", "share", "pause"]
     training_device: str
+    training_refused: str | None
     limits: dict[str, float]
 
 

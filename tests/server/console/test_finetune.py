@@ -7,6 +7,7 @@ import pytest
 
 from tests.engine.tiny import write_model
 from tests.server.console.browser import Browser
+from tests.server.console.canned import answer_with
 from tests.server.console.test_chat import IDLE
 from tests.server.console.test_frame import ready
 from tests.server.process import Process, serving
@@ -145,3 +146,34 @@ def test_an_address_of_no_job_is_said_to_be_one(browser: Browser, server: Proces
     browser.until("document.querySelector('.finetune > .error').textContent.includes('no fine-tune job of that id')")
     browser.until("document.querySelector('#job-recipe')")
     assert all("404" in message for message in browser.complaints())  # the browser's own notes
+
+
+def test_a_server_that_refuses_jobs_offers_no_start(browser: Browser, scaled: Process) -> None:
+    reason = scaled.client.get("/info").json()["training_refused"]
+    refused = scaled.client.post("/finetune", json={"data": [{"text": "abc"}]})
+    assert (refused.status_code, refused.json()["error"]) == (409, reason)
+    ready(browser, scaled.url + "/#/finetune")
+    browser.until("document.getElementById('start').disabled")
+    assert browser.text("#refusal") == (
+        f"{reason} Start the server with --train-on share, --train-on pause or --train-device to run jobs."
+    )
+    browser.until("document.querySelector('#job-suffix')")
+    browser.run("document.querySelector('form.card').requestSubmit()")  # as Enter in a field does
+    browser.press("Check only")
+    browser.until("document.getElementById('tune-note').textContent.includes('2 rows')")
+    assert scaled.client.get("/finetune").json()["jobs"] == []
+    job = {"id": "ftjob-0", "status": "paused", "progress": {}, "config": {}, "base_model": "tiny", "active": False}
+    answer_with(browser, "/finetune", {"jobs": [job]})
+    answer_with(browser, "/finetune/ftjob-0", job)
+    answer_with(browser, "/checkpoints", {"checkpoints": []})
+    browser.until("[...document.querySelectorAll('#job-actions button:disabled')].length === 1")
+    assert browser.text("#job-actions button:disabled") == "Go on from the last checkpoint"
+    browser.complaints()
+
+
+def test_a_server_that_runs_jobs_offers_a_start(browser: Browser, server: Process) -> None:
+    assert server.client.get("/info").json()["training_refused"] is None
+    ready(browser, server.url + "/#/finetune")
+    browser.until("document.querySelector('#job-recipe')")
+    assert browser.run("return document.getElementById('start').disabled") is False
+    assert browser.run("return document.getElementById('refusal').hidden") is True

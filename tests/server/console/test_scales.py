@@ -69,6 +69,25 @@ def test_colours_are_kept_for_what_matters(browser: Browser, server: Process) ->
     assert browser.complaints() == []
 
 
+def test_the_legend_says_what_the_colours_mean(browser: Browser, server: Process) -> None:
+    ready(browser, server.url + "/#/scales")
+    rooms = {20.0: "from 16×", 10.0: "below 16×", 3.0: "below 4×", 0.5: "below 1×"}
+    show(browser, *(layer(f"model.layers.{i}.q_proj", headroom=room) for i, room in enumerate(rooms)))
+    browser.until(f"{CELLS} === 4")
+    assert browser.text(".map-legend p") == "Share of an input's values beyond the range of its scale:"
+    assert "from 0.001 %" in browser.text(".map-legend ul")
+    browser.choose("#colour-by", "headroom")
+    assert browser.text(".map-legend p").startswith("How many times as large an input could be")
+    meanings = browser.run(
+        "return [...document.querySelectorAll('.map td[role]')].map((cell) =>"
+        " document.querySelector(`.map-legend .${cell.className}`).parentElement.textContent)"
+    )
+    assert meanings == list(rooms.values())
+    browser.choose("#colour-by", "drift")
+    assert "from 1.7×" in browser.text(".map-legend ul")
+    assert "worth a look: 0.1 % cut off, or drift beyond the alarm" in browser.text(".map-legend ul")
+
+
 def test_the_map_is_walked_by_keyboard(browser: Browser, server: Process) -> None:
     ready(browser, server.url + "/#/scales")
     names = [f"model.layers.{i}.{part}" for i in range(2) for part in ("self_attn.q_proj", "mlp.up_proj")]

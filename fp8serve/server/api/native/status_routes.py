@@ -78,6 +78,7 @@ async def info(state: StateDep, model: ModelName = None) -> dict[str, Any]:
         "options": settings.public,
         "train_on": settings.train_on,
         "training_device": settings.training_device,
+        "training_refused": settings.training_refused,
         "limits": vars(limits),
     }
 
