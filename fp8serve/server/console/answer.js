@@ -1,7 +1,9 @@
-// One answer as it grows: reasoning and tool calls as folded parts, text as tokens, and a line of facts below.
+// One answer as it grows: reasoning and tool calls as folded parts, text as tokens, and a line of facts below. Once it is
+// whole its text is formatted, in which every token keeps its probability.
 
-import { element, say } from "./dom.js";
-import { makeReachable, tellTokens, tokenSpan } from "./hover.js";
+import { copyButton, element, say } from "./dom.js";
+import { hide, makeReachable, tellTokens, tokenSpan } from "./hover.js";
+import { markdown } from "./markdown.js";
 import { count, seconds } from "./numbers.js";
 import { TokenQueue } from "./tokens.js";
 
@@ -20,7 +22,10 @@ export class Answer {
     this.text = element("div", { className: "text" });
     this.folded = element("div");
     this.facts = element("p", { className: "quiet facts-line" });
-    this.node = element("div", { className: "answer" }, this.folded, this.text, this.facts);
+    this.copy = copyButton(() => this.content, "Copy the answer");
+    this.copy.hidden = true;
+    const foot = element("div", { className: "foot" }, this.facts, this.copy);
+    this.node = element("div", { className: "answer" }, this.folded, this.text, foot);
     tellTokens(this.text);
   }
 
@@ -110,21 +115,30 @@ export class Answer {
     say(this.facts, `${sentence} This turn is not a part of the conversation.`, true);
   }
 
-  /** Plain data that `Answer.from` makes the same answer of. `brief`: without the probabilities of its tokens. */
-  kept(brief) {
-    const pieces = (all) => (brief ? [{ text: textOf(all) }] : all);
+  /** Shows an answer that has ended as formatted Markdown, or as it was written. */
+  format(isFormatted) {
+    if (this.state === "running" || !this.content) return;
+    this.copy.hidden = false;
+    const nodes = isFormatted ? markdown(this.content, rangesOf(this.pieces)) : [];
+    this.text.classList.toggle("formatted", nodes.length > 0);
+    this.text.replaceChildren(...(nodes.length ? nodes : this.pieces.map(tokenSpan)));
+    hide();
+  }
+
+  /** Plain data that `Answer.from` makes the same answer of. */
+  get record() {
     return {
       state: this.state,
       weights: this.weights,
-      said: this.facts.textContent,
-      content: this.content ? pieces(this.pieces) : [],
-      reasoning: this.reasoning ? pieces(this.thoughts) : [],
+      facts: this.facts.textContent,
+      content: this.pieces,
+      reasoning: this.thoughts,
       calls: this.calls.map(({ id, function: called }) => ({ id, function: called })),
     };
   }
 
   /** An answer of before the page was loaded again. One that was not whole then has been stopped by that. */
-  static from({ state, weights, said, content, reasoning, calls }) {
+  static from({ state, weights, facts, content, reasoning, calls }) {
     const answer = new Answer();
     answer.weights = weights;
     if (reasoning.length) answer.showReasoning(reasoning);
@@ -133,7 +147,7 @@ export class Answer {
     if (state === "running") answer.stop("Stopped, because the page was loaded again.");
     else {
       answer.state = state;
-      say(answer.facts, said, state === "failed");
+      say(answer.facts, facts, state === "failed");
     }
     return answer;
   }
@@ -161,6 +175,32 @@ export class Answer {
 }
 
 const textOf = (pieces) => pieces.map(({ text }) => text).join("");
+
+/** A function (from, to) that gives spans for that range of the pieces' text; the part of a token is a token, too. */
+function rangesOf(pieces) {
+  let end = 0;
+  const ends = pieces.map(({ text }) => (end += text.length));
+  return (from, to) => {
+    const spans = [];
+    for (let i = firstAbove(ends, from), at = from; at < to; i += 1) {
+      const begin = ends[i] - pieces[i].text.length;
+      spans.push(tokenSpan({ ...pieces[i], text: pieces[i].text.slice(at - begin, to - begin) }));
+      at = ends[i];
+    }
+    return spans;
+  };
+}
+
+/** The first place of a sorted list with more than `value`. */
+function firstAbove(sorted, value) {
+  let [low, high] = [0, sorted.length];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (sorted[middle] > value) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}
 
 function indented(text) {
   try {

@@ -2,15 +2,15 @@
 
 import { ChatSettings } from "./chat_settings.js";
 import { Column } from "./column.js";
+import * as conversations from "./conversations.js";
 import { button, element, say } from "./dom.js";
-import { forget, keep, kept } from "./kept.js";
 import { addRow } from "./rows.js";
 import { announce } from "./state.js";
 
 const HINT =
   "Point at a word of an answer, or reach it by Tab and the arrow keys, to see how probable it was and what else could have " +
-  "stood there. Words that were less probable than 50 % are underlined. The conversation is kept in this browser until " +
-  "New conversation forgets it.";
+  "stood there. Words that were less probable than 50 % are underlined. Conversations stay in this browser until you delete " +
+  "them in the list.";
 
 export function chatView(section) {
   const chat = new Chat();
@@ -33,34 +33,67 @@ class Chat {
     });
     this.composer();
     this.hint = element("p", { className: "quiet hint" }, HINT);
-    this.settings = new ChatSettings(() => this.arrange());
-    this.restore();
-    this.node = element("div", {}, this.settings.node, this.hint, this.area, this.form);
+    const format = () => this.made.forEach((column) => column.format());
+    this.settings = new ChatSettings(() => this.arrange(), format);
+    this.list = new conversations.List({ open: (id) => this.show(id), remove: (id) => this.remove(id) });
+    this.id = null; // of the conversation that is shown, once it is stored
+    this.load(conversations.index().open);
+    this.list.draw(this.id);
+    this.node = element("div", {}, this.list.node, this.settings.node, this.hint, this.area, this.form);
     this.settings.begin();
-    addEventListener("pagehide", () => this.keepAll());
+    addEventListener("pagehide", () => this.store());
+    addEventListener("storage", () => this.list.draw(this.id)); // another tab has changed it
   }
 
-  /** What was said before the page was loaded again. */
-  restore() {
-    const found = kept();
-    if (!found) return;
+  /** Shows a stored conversation, unless another version of this page wrote it. */
+  load(id) {
+    const record = conversations.read(id);
+    if (!record) return;
     try {
-      this.settings.restore(found.settings);
-      for (const turns of found.columns) this.addColumn().restore(turns);
+      this.settings.restore(record.settings);
+      record.columns.forEach((turns, i) => (this.made[i] ?? this.addColumn()).restore(turns));
+      this.id = id;
     } catch {
-      forget(); // of another version of this page
+      for (const column of this.made) column.clear();
+      conversations.remove(id);
     }
   }
 
-  /** Without the probabilities where they leave no room. */
-  keepAll() {
+  store() {
     if (!this.begun) return;
-    const form = (brief) => () => ({
-      settings: this.settings.kept,
-      columns: this.made.map((column) => column.kept(brief)),
-    });
-    if (!keep(form(false), form(true)) && !this.busy)
-      say(this.note, "This browser does not keep the conversation: a reload ends it.");
+    this.id ??= conversations.newId();
+    const title = this.made.find((column) => column.turns.length).turns[0].messages[0].content;
+    const record = { settings: this.settings.record, columns: this.made.map((column) => column.record) };
+    if (!conversations.write(this.id, title, record) && !this.busy)
+      say(this.note, "This browser has no room for the conversation: a reload ends it. Delete others from the list.");
+    this.list.draw(this.id);
+  }
+
+  /** Ends what is under way, stores it as far as it came, and shows nothing. */
+  async leave() {
+    for (const column of this.made) column.stop();
+    await Promise.all(this.made.map((column) => column.ended));
+    this.store();
+    for (const column of this.made) column.clear();
+    this.id = null;
+    say(this.note, "");
+  }
+
+  async show(id) {
+    if (id === this.id) return;
+    await this.leave();
+    conversations.setOpen(id);
+    this.load(id);
+    this.list.draw(this.id);
+    this.arrange();
+    this.prompt.focus();
+  }
+
+  async remove(id) {
+    if (id === this.id) await this.leave();
+    conversations.remove(id);
+    this.list.draw(this.id);
+    this.update();
   }
 
   addColumn() {
@@ -136,7 +169,7 @@ class Chat {
     this.halt.hidden = !this.busy;
     this.hint.hidden = begun;
     if (begun) this.warn();
-    this.keepAll();
+    this.store();
     for (const one of [this.redo, this.anew, this.keep, this.save]) one.hidden = !begun;
     for (const one of [this.redo, this.keep, this.save]) one.disabled = this.busy;
   }
@@ -164,10 +197,10 @@ class Chat {
     await Promise.all(this.columns.filter((column) => column.turns.length).map((column) => column.again()));
   }
 
-  restart() {
-    for (const column of this.made) column.clear();
-    forget();
-    say(this.note, "");
+  async restart() {
+    await this.leave();
+    conversations.setOpen(null);
+    this.list.draw(null);
     this.update();
     this.prompt.focus();
   }

@@ -9,8 +9,8 @@ const TOOLS_HINT =
   '[{"type": "function", "function": {"name": "weather", "description": "…", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}]';
 
 export class ChatSettings {
-  /** `changed`: called when other models are chosen. */
-  constructor(changed) {
+  /** `changed`: called when other models are chosen. `format`: when answers are to be shown in another way. */
+  constructor(changed, format) {
     this.changed = changed;
     this.model = element("select", { id: "chat-model", onchange: changed });
     this.other = element("select", { id: "chat-other", onchange: changed });
@@ -26,6 +26,7 @@ export class ChatSettings {
     this.tokens = numeric("chat-tokens", { min: 1, step: 1, value: MAX_TOKENS });
     this.seed = numeric("chat-seed", { min: 0, step: 1, value: 0 });
     this.likely = element("input", { id: "chat-likely", type: "checkbox", checked: true });
+    this.markdown = element("input", { id: "chat-markdown", type: "checkbox", checked: true, onchange: format });
     this.tools = element("textarea", { id: "chat-tools", rows: 3, placeholder: TOOLS_HINT, spellcheck: false });
     this.node = element("div", { className: "settings" }, this.first(), this.rest());
   }
@@ -53,13 +54,14 @@ export class ChatSettings {
       labelled("Seed", this.seed),
     ];
     const likely = element("label", { className: "tick" }, this.likely, "Token probabilities");
+    const markdown = element("label", { className: "tick" }, this.markdown, "Format Markdown");
     this.system.setAttribute("aria-describedby", "chat-system-note");
     return element(
       "details",
       {},
       element("summary", {}, "Settings: system prompt, sampling, tools"),
       labelled("System prompt", this.system),
-      element("div", { className: "row" }, ...sampling, likely),
+      element("div", { className: "row" }, ...sampling, likely, markdown),
       labelled("Tools, as a JSON list in OpenAI's form", this.tools),
       element(
         "p",
@@ -71,6 +73,7 @@ export class ChatSettings {
 
   /** Lists what `/v1/models` offers for writing text; a choice that is still there stays. */
   offer(models) {
+    this.offered = models;
     const chosen = new Set(this.chosen); // one that is chosen stays while its engine starts again
     const names = models
       .filter((model) => writes(model) && (model.state !== "loading" || chosen.has(model.id)))
@@ -101,18 +104,21 @@ export class ChatSettings {
   }
 
   /** What a person chose, as plain data, for `restore`. */
-  get kept() {
+  get record() {
     const fields = Object.entries(this.fields).map(([name, field]) => [name, field.value]);
     const [model, other] = [this.before ?? this.model.value, this.wanted ?? this.other.value];
-    return { ...Object.fromEntries(fields), model, other, likely: this.likely.checked };
+    return { ...Object.fromEntries(fields), model, other, likely: this.likely.checked, markdown: this.markdown.checked };
   }
 
   /** Models are chosen again when the server offers them. */
-  restore({ likely, model, other, ...values }) {
+  restore({ likely, markdown, model, other, ...values }) {
     for (const [name, field] of Object.entries(this.fields)) if (name in values) field.value = values[name];
     this.likely.checked = likely;
+    this.markdown.checked = markdown;
     this.before = model;
-    if (other) this.wanted = other;
+    this.wanted = other || undefined;
+    if (!other) this.other.value = "";
+    if (this.offered) this.offer(this.offered);
   }
 
   get fields() {
@@ -123,6 +129,10 @@ export class ChatSettings {
   /** The names in the columns. */
   get chosen() {
     return [this.model.value, this.other.value].filter(Boolean);
+  }
+
+  get isFormatted() {
+    return this.markdown.checked && !this.isText;
   }
 
   get isText() {

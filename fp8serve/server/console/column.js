@@ -22,8 +22,8 @@ class Turn {
     );
   }
 
-  kept(brief) {
-    const answers = this.answers.map((answer) => answer.kept(brief));
+  get record() {
+    const answers = this.answers.map((answer) => answer.record);
     return { messages: this.messages, names: this.names, answers, chosen: this.chosen };
   }
 
@@ -114,12 +114,13 @@ export class Column {
   }
 
   /** Plain data of all turns, for `restore`. */
-  kept(brief) {
-    return this.turns.map((turn) => turn.kept(brief));
+  get record() {
+    return this.turns.map((turn) => turn.record);
   }
 
-  /** Shows the turns of before the page was loaded again; a call that was not answered can be answered now. */
+  /** Shows stored turns in place of its own; a call that was not answered can be answered now. */
   restore(turns) {
+    this.clear();
     for (const { messages, names, answers, chosen } of turns) {
       const turn = this.begin(messages, names);
       for (const answer of answers) turn.add(Answer.from(answer));
@@ -127,6 +128,12 @@ export class Column {
     }
     const last = this.turns.at(-1);
     if (last) this.offerResults(last.answer);
+    this.format();
+  }
+
+  /** Shows all answers as the settings want them: formatted, or as they were written. */
+  format() {
+    for (const turn of this.turns) for (const answer of turn.answers) answer.format(this.settings.isFormatted);
   }
 
   /** All that was said, for the next request or for training data. */
@@ -145,7 +152,12 @@ export class Column {
     ];
   }
 
-  async run(turn, parameters) {
+  run(turn, parameters) {
+    this.ended = this.answer(turn, parameters); // for those who wait for it
+    return this.ended;
+  }
+
+  async answer(turn, parameters) {
     const answer = new Answer();
     turn.add(answer);
     this.running = new AbortController();
@@ -160,6 +172,7 @@ export class Column {
       else answer.fail(error.message);
     } finally {
       this.running = null;
+      answer.format(this.settings.isFormatted);
       this.log.setAttribute("aria-busy", "false");
       this.offerResults(answer);
       this.changed();

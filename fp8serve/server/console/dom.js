@@ -1,5 +1,6 @@
 // The DOM in a few words. Text from the server only ever becomes text nodes: nothing here parses HTML.
 
+const COPIED_MS = 2000;
 const SVG = "http://www.w3.org/2000/svg";
 
 /** A node. Keys with a dash become attributes, functions named `on...` listeners, everything else properties. */
@@ -40,6 +41,37 @@ export function button(name, work, { report, ...properties } = {}) {
     }
   });
   return node;
+}
+
+/** A button that copies the text that `textOf` gives. */
+export function copyButton(textOf, label) {
+  const node = button("Copy", () => copied(textOf()).then(() => tell("Copied")), {
+    className: "copy",
+    "aria-label": label,
+    report: () => tell("Not copied"),
+  });
+  const tell = (word) => {
+    node.textContent = word;
+    node.setAttribute("aria-label", word);
+    setTimeout(() => {
+      node.textContent = "Copy";
+      node.setAttribute("aria-label", label);
+    }, COPIED_MS);
+  };
+  return node;
+}
+
+/** Browsers have a clipboard for secure addresses only; elsewhere a field that nobody sees is selected and copied. */
+async function copied(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  const field = element("textarea", { value: text, className: "unseen", "aria-hidden": "true" });
+  const focused = document.activeElement;
+  document.body.append(field);
+  field.select();
+  const isDone = document.execCommand("copy");
+  field.remove();
+  focused?.focus();
+  if (!isDone) throw new Error("This browser does not copy.");
 }
 
 /** Puts `text` into a line that is read aloud when it changes; unchanged text is left alone. */

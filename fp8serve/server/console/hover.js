@@ -98,7 +98,8 @@ function place(at) {
   box.style.top = `${Math.max(4, top)}px`;
 }
 
-function hide() {
+/** Hides the box, whose token may be about to go. */
+export function hide() {
   box.hidden = true;
 }
 

@@ -82,12 +82,15 @@ def test_an_answer_can_be_stopped_and_the_conversation_goes_on(browser: Browser,
     say(browser, "def")
     assert browser.count(".turn") == 2
     browser.click("#new")
-    assert browser.count(".turn") == 0
+    browser.until("document.querySelectorAll('.turn').length === 0")
     assert browser.complaints() == []
 
 
-def test_a_conversation_outlives_a_reload_until_it_is_forgotten(browser: Browser, server: Process) -> None:
-    kept = "return Object.keys(localStorage).length"
+STORED = "return Object.keys(localStorage).filter((name) => !name.endsWith(' index')).length"
+"""How many conversations the browser stores."""
+
+
+def test_a_conversation_outlives_a_reload_until_it_is_deleted(browser: Browser, server: Process) -> None:
     ready(browser, server.url + "/#/chat")
     browser.press("Settings: system prompt, sampling, tools")
     browser.fill("#chat-system", "Be <b>kind</b>.")
@@ -102,7 +105,7 @@ def test_a_conversation_outlives_a_reload_until_it_is_forgotten(browser: Browser
         chunk(finish="tool_calls"),
     ])  # fmt: skip
     say(browser, "And here?")
-    assert browser.run(kept) == 1
+    assert browser.run(STORED) == 1
     ready(browser, server.url + "/#/chat")  # as a reload: nothing of the page is left
     assert browser.count(".turn") == 2
     assert browser.text(".answer") == text
@@ -121,13 +124,194 @@ def test_a_conversation_outlives_a_reload_until_it_is_forgotten(browser: Browser
     assert roles == ["system", "user", "assistant", "user", "assistant", "tool"]
     assert (sent["messages"][0]["content"], sent["max_tokens"]) == ("Be <b>kind</b>.", 6)
     browser.click("#new")
-    assert browser.run(kept) == 0
+    browser.until("document.querySelectorAll('.turn').length === 0")
     ready(browser, server.url + "/#/chat")
-    assert browser.count(".turn") == 0
-    browser.run("localStorage.setItem(`fp8serve chat ${location.pathname}`, '{\"columns\": 1}')")  # of another version
+    assert (browser.count(".turn"), browser.run(STORED)) == (0, 1)
+    browser.press("Conversations (1)")
+    browser.press("Delete")
+    browser.until("document.getElementById('chats').hidden")
+    assert browser.run(STORED) == 0
+    browser.run(
+        "const name = `fp8serve chat ${location.pathname}`;"
+        "localStorage.setItem(`${name} a`, '{\"columns\": 1}');"  # of another version
+        "localStorage.setItem(`${name} index`, JSON.stringify({ open: 'a', list: [{ id: 'a', title: '', at: 0 }] }));"
+    )
     ready(browser, server.url + "/#/chat")
-    assert (browser.count(".turn"), browser.run(kept)) == (0, 0)
+    assert (browser.count(".turn"), browser.run(STORED)) == (0, 0)
     assert browser.complaints() == []
+
+
+def test_conversations_are_listed_opened_and_deleted(browser: Browser, echoing: Process) -> None:
+    titles = "[...document.querySelectorAll('.chats .plain')].map((one) => one.textContent).join()"
+    ready(browser, echoing.url + "/#/chat")
+    assert browser.run("return document.getElementById('chats').hidden")
+    browser.press("Settings: system prompt, sampling, tools")
+    browser.fill("#chat-tokens", "4")
+    browser.fill("#chat-system", "Be kind.")
+    say(browser, "<b>first</b>")
+    browser.click("#new")
+    browser.until("document.querySelectorAll('.turn').length === 0")
+    browser.fill("#chat-tokens", "200")
+    browser.fill("#chat-system", "Be short.")
+    browser.fill("#prompt", "second " * 20)
+    browser.type("Enter")
+    browser.until("document.querySelectorAll('.answer .token').length > 5")
+    browser.press("Conversations (2)")
+    browser.press("<b>first</b>")  # while the second is still being answered
+    browser.until("document.querySelector('.said')?.textContent.endsWith('<b>first</b>')")
+    assert browser.count(".turn") == 1
+    assert browser.run("return document.getElementById('chat-tokens').value") == "4"
+    assert browser.run("return document.getElementById('chat-system').value") == "Be kind."
+    assert browser.text(".chats [aria-current]") == "<b>first</b>"
+    assert browser.run(f"return {titles}").startswith("second second")  # the latest first
+    ready(browser, echoing.url + "/#/chat")  # a reload shows the one that was open
+    assert browser.text(".said").endswith("<b>first</b>")
+    browser.press("Conversations (2)")
+    browser.click(".chats li:first-child .plain")
+    browser.until("document.querySelector('.said').textContent.includes('second')")
+    assert browser.text(".facts-line").startswith("Stopped. What came so far")
+    assert browser.count(".answer .token") > 5  # probabilities are stored, too
+    browser.click(".chats li:last-child button:last-child")  # not the one that is shown
+    browser.until(f"!{titles}.includes('first')")
+    assert (browser.count(".turn"), browser.run(STORED)) == (1, 1)
+    browser.press("Delete")
+    browser.until("document.querySelectorAll('.turn').length === 0")
+    assert browser.run(STORED) == 0
+    assert browser.complaints() == []
+
+
+def test_a_full_storage_costs_probabilities_of_the_oldest_first(browser: Browser, echoing: Process) -> None:
+    sizes = (
+        "return Object.entries(localStorage).filter(([name]) => !name.endsWith(' index'))"
+        ".map(([, text]) => text.includes('logprob\"'))"
+    )
+    ready(browser, echoing.url + "/#/chat")
+    browser.press("Settings: system prompt, sampling, tools")
+    browser.fill("#chat-tokens", "8")
+    say(browser, "abc")
+    browser.click("#new")
+    browser.until("document.querySelectorAll('.turn').length === 0")
+    browser.run(  # as full as it can be with one of them in brief
+        "const set = Storage.prototype.setItem;"
+        "Storage.prototype.setItem = function (name, value) {"
+        "  const others = Object.entries(localStorage).filter(([other]) => other !== name);"
+        "  if ([[name, value], ...others].filter(([, text]) => text.includes('logprob\"')).length > 1)"
+        "    throw new DOMException('full', 'QuotaExceededError');"
+        "  set.call(this, name, value);"
+        "}"
+    )
+    say(browser, "def")
+    assert sorted(browser.run(sizes)) == [False, True]
+    browser.press("Conversations (2)")
+    browser.click(".chats li:last-child .plain")
+    browser.until("document.querySelector('.said').textContent.endsWith('abc')")
+    assert (browser.count(".answer .token"), len(browser.text(".answer .text"))) == (0, 8)
+    assert browser.complaints() == []
+
+
+MARKDOWN = """# Title <img src=x onerror="window.hit = 1">
+
+Some **bold *and* both**, `code <b>` and snake_case_name, 2 * 3.
+[a link](javascript:alert(1)) ![x](http://example.com/x.png)
+
+1. one
+   - inner
+2. two
+
+> quoted
+
+```python onclick=x
+def f():
+    return "<script>window.hit = 1</script>"
+
+
+```
+"""
+
+
+def test_an_answer_is_formatted_without_becoming_markup(browser: Browser, server: Process) -> None:
+    pieces = MARKDOWN.split(" ")
+    words = [piece + " " for piece in pieces[:-1]] + pieces[-1:]
+    ready(browser, server.url + "/#/chat")
+    answer_with(browser, "/v1/chat/completions", [
+        *(chunk(logprobs=[token(word.encode(), -0.1, ("else", -2.0))], content=word) for word in words),
+        chunk(finish="stop"),
+    ])  # fmt: skip
+    say(browser, "Why?")
+    tree = browser.run(
+        "const shape = (node) => [node.tagName.toLowerCase(), ...[...node.children]"
+        ".filter((one) => !['SPAN', 'BUTTON'].includes(one.tagName)).map(shape)];"
+        "return shape(document.querySelector('.answer .text')).slice(1)"
+    )
+    item = ["li", ["p"], ["ul", ["li", ["p"]]]]
+    assert tree == [
+        ["p"], ["p", ["strong", ["em"]], ["code"]], ["ol", item, ["li", ["p"]]], ["blockquote", ["p"]],
+        ["div", ["div"], ["pre", ["code"]]],
+    ]  # fmt: skip
+    assert browser.run("return document.querySelector('.text .heading').textContent") == MARKDOWN.split("\n")[0][2:]
+    assert browser.text(".text strong") == "bold and both"
+    assert "[a link](javascript:alert(1)) ![x](http" in browser.text(".answer .text")
+    assert browser.text(".code-head span") == "python"
+    code = MARKDOWN.partition("onclick=x\n")[2].partition("\n```")[0]
+    assert browser.run("return document.querySelector('.text pre').textContent") == code
+    assert browser.count(".text img, .text script, .text a, .text b") == 0
+    assert browser.run("return window.hit ?? null") is None
+    browser.hover(".text strong .token")
+    browser.until("document.querySelectorAll('.hover tr').length >= 2")
+    browser.run("window.written = []; navigator.clipboard.writeText = async (text) => { window.written.push(text); }")
+    browser.click(".code .copy")
+    browser.click(".foot .copy")
+    browser.until("document.querySelector('.foot .copy').textContent === 'Copied'")
+    assert browser.run("return window.written") == [code, MARKDOWN]
+    browser.press("Settings: system prompt, sampling, tools")
+    browser.click("#chat-markdown")
+    assert browser.run("return document.querySelector('.answer .text').textContent") == MARKDOWN
+    browser.click("#chat-markdown")
+    assert browser.count(".text strong") == 1
+    ready(browser, server.url + "/#/chat")
+    assert browser.count(".text strong") == 1
+    assert browser.complaints() == []
+
+
+def test_text_is_copied_where_the_browser_has_no_clipboard(browser: Browser, server: Process) -> None:
+    ready(browser, server.url + "/#/chat")
+    answer_with(browser, "/v1/chat/completions", [chunk(content="An *answer*."), chunk(finish="stop")])
+    say(browser, "Why?")
+    browser.run(
+        "Object.defineProperty(navigator, 'clipboard', { value: undefined });"  # as at an address without TLS
+        "document.addEventListener('copy', () => { window.copied = document.getSelection().toString()"
+        " || document.activeElement.value; })"
+    )
+    browser.click(".foot .copy")
+    browser.until("document.querySelector('.foot .copy').textContent === 'Copied'")
+    assert browser.run("return window.copied") == "An *answer*."
+    assert browser.count("textarea.unseen") == 0
+
+
+FUZZ = r"""
+const marks = ["*", "**", "***", "_", "__", "`", "``", "\n", "\n\n", " ", "- ", "1. ", "> ", "# ", "a", "b", "\\", "é",
+  "<i>", "---"];
+let seed = 1;
+const random = (n) => (seed = (seed * 48271) % 2147483647) % n;
+const letters = (text) => text.replace(/[^abé]/gu, "");
+const leaf = (text) => (from, to) => [document.createTextNode(text.slice(from, to))];
+const shown = (text) => markdown(text, leaf(text)).map((node) => node.textContent).join("");
+const broken = [];
+for (let i = 0; i < 4000; i += 1) {
+  const text = Array.from({ length: 1 + random(24) }, () => marks[random(marks.length)]).join("");
+  if (!text.includes("```") && letters(shown(text)) !== letters(text)) broken.push(text);
+}
+const long = ["` ", "*a", "**a *b __c ", ">", "- a\n\n\n", "- ", "> - ", "```\n", "*", "\\*", "a\n", "_a a_ ", "   "];
+for (const one of long) shown(one.repeat(20000)); // in quadratic time longer than a script may take
+return broken;
+"""
+
+
+def test_markdown_of_any_kind_loses_no_letter_and_takes_no_time(browser: Browser, server: Process) -> None:
+    """Marks in any order, and texts that would take a careless reader quadratic time."""
+    ready(browser, server.url + "/#/chat")
+    broken = browser.run("return import('./console/markdown.js').then(({ markdown }) => {" + FUZZ + "})")
+    assert broken == []
 
 
 def test_an_answer_that_a_reload_cut_off_is_kept_as_far_as_it_came(browser: Browser, echoing: Process) -> None:
@@ -142,7 +326,7 @@ def test_an_answer_that_a_reload_cut_off_is_kept_as_far_as_it_came(browser: Brow
     browser.press("Settings: system prompt, sampling, tools")
     browser.fill("#chat-tokens", "4")
     say(browser, "def")
-    assert browser.text(".composer p.quiet").startswith("This browser does not keep the conversation")
+    assert browser.text(".composer p.quiet").startswith("This browser has no room for the conversation")
     browser.click("#new")
     assert browser.complaints() == []
 
