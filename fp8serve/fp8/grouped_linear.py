@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from fp8serve.fp8.autocast import current
 from fp8serve.fp8.casting import Operand, Quantized
-from fp8serve.fp8.linear import Linear, LinearCall, LinearPlan, gradient
+from fp8serve.fp8.linear import Linear, LinearCall, LinearPlan, Parameters, gradient
 from fp8serve.fp8.recompute import planned, regions
 
 Span = tuple[int, int]  # (begin, end) of an expert's rows
@@ -32,7 +32,7 @@ Span = tuple[int, int]  # (begin, end) of an expert's rows
 class _Part:
     """One expert that has rows: how its linear runs, and its input and weight, quantized."""
 
-    linear: Linear
+    own: Parameters
     rows: slice
     call: LinearCall
     x: Operand
@@ -44,7 +44,7 @@ def grouped_linear(linears: Sequence[Linear], x: Tensor, spans: Sequence[Span]) 
     if not _runs_together(linears, x):
         return _one_by_one(linears, x, spans)
     parts = [_part(linear, x, slice(*span)) for linear, span in zip(linears, spans, strict=True) if span[0] < span[1]]
-    weights, biases = [part.linear.weight for part in parts], [part.linear.bias for part in parts]
+    weights, biases = [part.own.weight for part in parts], [part.own.bias for part in parts]
     return cast(Tensor, _Grouped.apply(x, parts, *weights, *biases))  # type: ignore[no-untyped-call]
 
 
@@ -64,11 +64,11 @@ def _one_by_one(linears: Sequence[Linear], x: Tensor, spans: Sequence[Span]) -> 
 
 def _part(linear: Linear, x: Tensor, rows: slice) -> _Part:
     """Plans, stages and casts as a call of the linear with these rows would."""
-    own = x[rows]
-    plan = cast(LinearPlan, planned(linear.key, lambda: linear._plan(own, None)))
+    tokens, own = x[rows], Parameters(linear.weight, linear.bias)
+    plan = cast(LinearPlan, planned(linear.key, lambda: linear._plan(tokens, own.weight, None)))
     with torch.no_grad():
-        x_q = plan.call.cast("input", own, plan.input_rowwise, plan.input_columnwise)
-    return _Part(linear, rows, plan.call, x_q, plan.weight)
+        x_q = plan.call.cast("input", tokens, plan.input_rowwise, plan.input_columnwise)
+    return _Part(own, rows, plan.call, x_q, plan.weight)
 
 
 def _multiply(a: Sequence[Quantized], b: Sequence[Quantized], bias: Tensor | None, dtype: torch.dtype) -> Tensor:

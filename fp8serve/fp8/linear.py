@@ -18,7 +18,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone uses
@@ -128,6 +128,14 @@ class LinearCall:
             record(direction, self.states[name].amax_history, amax, self.module, self.rule)
 
 
+class Parameters(NamedTuple):
+    """A layer's parameters as one call uses them. A call reads each once, because a parametrization is evaluated at
+    every read and may give another weight: DropConnect draws a new mask."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
 @dataclass(eq=False)
 class LinearPlan:
     """How one forward call runs, and how its second run goes if activations are recomputed."""
@@ -234,8 +242,9 @@ class Linear(Stateful, nn.Linear):
         return adopted
 
     def state_device(self) -> torch.device:
-        """Where the weight is."""
-        return self.weight.device
+        """Where the parameters are; a parametrized weight is not evaluated for it."""
+        first = next(self.parameters(), None)
+        return (self.weight if first is None else first).device
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """x [..., in_features] -> [..., out_features].
@@ -255,10 +264,11 @@ class Linear(Stateful, nn.Linear):
 
         edge: the input's place in the autograd graph, of its shape and dtype; the input itself, or a stand-in for it.
         """
-        plan = planned(self.key, lambda: self._plan(edge, checked(is_first_microbatch)))
+        own = Parameters(self.weight, self.bias)
+        plan = planned(self.key, lambda: self._plan(edge, own.weight, checked(is_first_microbatch)))
         if plan is None:
-            return self._in_high_precision(values())
-        y = self._quantized(edge, values, fused, plan)
+            return self._in_high_precision(values(), own)
+        y = self._quantized(edge, values, fused, plan, own)
         if edge.dim() == 2:
             return y
         middle = edge.shape[1:-1]
@@ -268,18 +278,13 @@ class Linear(Stateful, nn.Linear):
         # Not a view: FSDP2 warns about a module that returns one.
         return cast(Tensor, _unsafe_view(y, shape))
 
-    def _in_high_precision(self, x: Tensor) -> Tensor:
+    def _in_high_precision(self, x: Tensor, own: Parameters) -> Tensor:
         """Without a recipe a converted model gives the same bits as the original."""
-        bias = self._bias()
-        return F.linear(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        return F.linear(x, own.weight.to(x.dtype), None if own.bias is None else own.bias.to(x.dtype))
 
-    def _bias(self) -> Tensor | None:
-        """What the GEMM adds."""
-        return self.bias
-
-    def _plan(self, x: Tensor, first: bool | None) -> LinearPlan | None:
+    def _plan(self, x: Tensor, weight: Tensor, first: bool | None) -> LinearPlan | None:
         """How this call runs: the recipe in force and the quantized weight. None: in high precision."""
-        context, graph, own_weight = current(), torch.is_grad_enabled(), self.weight
+        context, graph = current(), torch.is_grad_enabled()
         if not torch.compiler.is_compiling():
             if context is None:
                 refuse_reentrant(self._ran_frozen)
@@ -287,18 +292,18 @@ class Linear(Stateful, nn.Linear):
                 self._ran_frozen = not self._ran_frozen
         if context is None:
             return None
-        if x.device != own_weight.device:
-            raise ValueError(f"The input is on {x.device} and the weight on {own_weight.device}; move one of them.")
+        if x.device != weight.device:
+            raise ValueError(f"The input is on {x.device} and the weight on {weight.device}; move one of them.")
         call = self._call(context)
         fprop_hp, dgrad_hp, wgrad_hp = call.hp
         rowwise, columnwise = not fprop_hp, graph and x.requires_grad and not dgrad_hp
-        input_columnwise = graph and own_weight.requires_grad and not wgrad_hp
-        observed = call.observing and graph and (x.requires_grad or own_weight.requires_grad)
+        input_columnwise = graph and weight.requires_grad and not wgrad_hp
+        observed = call.observing and graph and (x.requires_grad or weight.requires_grad)
         if call.rule is not None and (columnwise or input_columnwise or observed):
             expect_backward(call.states["weight"].amax_history, call.rule, call.held)
         first = context.is_first_microbatch if first is None else first
-        weight = self._quantized_weight(own_weight, call, first, rowwise, columnwise)
-        return LinearPlan(call, rowwise, input_columnwise, weight)
+        weight_q = self._quantized_weight(weight, call, first, rowwise, columnwise)
+        return LinearPlan(call, rowwise, input_columnwise, weight_q)
 
     def _quantized_weight(
         self, weight: Tensor, call: LinearCall, first: bool | None, rowwise: bool, columnwise: bool
@@ -332,9 +337,11 @@ class Linear(Stateful, nn.Linear):
             observing=context.calibrating,
         )
 
-    def _quantized(self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None, plan: LinearPlan) -> Tensor:
+    def _quantized(
+        self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None, plan: LinearPlan, own: Parameters
+    ) -> Tensor:
         x, x_q = self._input(edge, values, fused, plan)
-        args = (x, self.weight, self._bias(), plan.call, x_q, plan.weight)
+        args = (x, own.weight, own.bias, plan.call, x_q, plan.weight)
         return cast(Tensor, _Matmul.apply(*args))  # type: ignore[no-untyped-call]
 
     def _input(

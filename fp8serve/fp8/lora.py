@@ -120,17 +120,19 @@ class LoraLinear(nn.Module):
         """x [..., K] -> [..., N]."""
         rows = x.reshape(-1, x.shape[-1])
         seen = F.dropout(rows, self.dropout) if self.dropout and torch.is_grad_enabled() else rows
-        y = self.base(rows) + _LowRank.apply(seen, self.lora_A, self.lora_B, self.scaling)  # type: ignore[no-untyped-call]
-        return self._with_magnitude(y).view(*x.shape[:-1], -1)
+        a, b = self.lora_A, self.lora_B  # once: a parametrization is evaluated at every read
+        y = self.base(rows) + _LowRank.apply(seen, a, b, self.scaling)  # type: ignore[no-untyped-call]
+        return self._with_magnitude(y, a, b).view(*x.shape[:-1], -1)
 
-    def _with_magnitude(self, y: Tensor) -> Tensor:
-        if self.lora_magnitude_vector is None:
+    def _with_magnitude(self, y: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        magnitude = self.lora_magnitude_vector
+        if magnitude is None:
             return y
-        a, b = (p.detach().to(torch.bfloat16) for p in (self.lora_A, self.lora_B))
+        a, b = (p.detach().to(torch.bfloat16) for p in (a, b))
         norm = row_norms(self.base, self.get_buffer("weight_squares"), a, b, self.scaling)
         bias = cast(Tensor | None, self.base.bias)
         z = y if bias is None else y - bias
-        z = cast(Tensor, _Rescaled.apply(z, self.lora_magnitude_vector, norm))  # type: ignore[no-untyped-call]
+        z = cast(Tensor, _Rescaled.apply(z, magnitude, norm))  # type: ignore[no-untyped-call]
         return z if bias is None else z + bias
 
 

@@ -7,6 +7,7 @@ They live outside of parameters and buffers: `.to(bfloat16)` must not round them
 
 import math
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any, ClassVar, Self
 
 import torch
@@ -38,6 +39,12 @@ class Stateful(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.key = MODULES.add(self)
         self.place = self.session.copied(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """As any module is copied; torch's own copy of a parametrized module would leave out `__setstate__`."""
+        memo[id(self)] = copied = self.__new__(type(self))
+        copied.__setstate__(deepcopy(self.__dict__, memo))
+        return copied
 
     def state_device(self) -> torch.device:
         """The device on which the states have to be."""

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from fp8serve.fp8.autocast import Frame
 from fp8serve.fp8.casting import Operand, Quantized
 from fp8serve.fp8.distributed import one_scale
-from fp8serve.fp8.linear import Fused, Linear, LinearCall, LinearPlan, mm
+from fp8serve.fp8.linear import Fused, Linear, LinearCall, LinearPlan, Parameters, mm
 from fp8serve.fp8.recipe import one_per_tensor
 from fp8serve.fp8.token_collectives import (
     all_sum,
@@ -93,18 +93,20 @@ class ColumnParallelLinear(ParallelLinear):
     def _enter(self, x: Tensor) -> Tensor:
         return gathered(x, self.group) if self.sequence_parallel else copied(x, self.group)
 
-    def _in_high_precision(self, x: Tensor) -> Tensor:
-        return super()._in_high_precision(self._enter(x))
+    def _in_high_precision(self, x: Tensor, own: Parameters) -> Tensor:
+        return super()._in_high_precision(self._enter(x), own)
 
-    def _quantized(self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None, plan: LinearPlan) -> Tensor:
+    def _quantized(
+        self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None, plan: LinearPlan, own: Parameters
+    ) -> Tensor:
         if self._gathers_fp8(plan):
             x, x_q = self._input(edge, values, fused, replace(plan, input_columnwise=False))
-            args = (x, self.weight, self.bias, plan.call, x_q.rowwise, plan.weight, self.group)
+            args = (x, *own, plan.call, x_q.rowwise, plan.weight, self.group)
             return cast(Tensor, _GatheredMatmul.apply(*args))  # type: ignore[no-untyped-call]
         if self.sequence_parallel:
             whole = self._enter(values())
-            return super()._quantized(whole, lambda: whole, None, plan)
-        return super()._quantized(self._enter(edge), lambda: self._enter(values()), fused, plan)
+            return super()._quantized(whole, lambda: whole, None, plan, own)
+        return super()._quantized(self._enter(edge), lambda: self._enter(values()), fused, plan, own)
 
 
 class RowParallelLinear(ParallelLinear):
@@ -112,26 +114,25 @@ class RowParallelLinear(ParallelLinear):
 
     cut = 1
 
-    def _bias(self) -> None:
-        """Nothing: it is added to the sum."""
-
-    def _leave(self, y: Tensor) -> Tensor:
+    def _leave(self, y: Tensor, bias: Tensor | None) -> Tensor:
+        """The sum over the ranks, to which the bias is added once."""
         y = scattered(y, self.group) if self.sequence_parallel else summed(y, self.group)
-        if self.bias is None:
+        if bias is None:
             return y
-        bias = copied(self.bias, self.group) if self.sequence_parallel else self.bias
-        return y + bias.to(y.dtype)
+        return y + (copied(bias, self.group) if self.sequence_parallel else bias).to(y.dtype)
 
-    def _in_high_precision(self, x: Tensor) -> Tensor:
-        return self._leave(super()._in_high_precision(x))
+    def _in_high_precision(self, x: Tensor, own: Parameters) -> Tensor:
+        return self._leave(super()._in_high_precision(x, own._replace(bias=None)), own.bias)
 
-    def _quantized(self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None, plan: LinearPlan) -> Tensor:
+    def _quantized(
+        self, edge: Tensor, values: Callable[[], Tensor], fused: Fused | None, plan: LinearPlan, own: Parameters
+    ) -> Tensor:
         if not self._gathers_fp8(plan):
-            return self._leave(super()._quantized(edge, values, fused, plan))
+            return self._leave(super()._quantized(edge, values, fused, plan, own._replace(bias=None)), own.bias)
         x, x_q = self._input(edge, values, fused, plan)
-        args = (x, self.weight, plan.call, x_q, plan.weight, self.group)
+        args = (x, own.weight, plan.call, x_q, plan.weight, self.group)
         y = cast(Tensor, _ScatteredMatmul.apply(*args))  # type: ignore[no-untyped-call]
-        return y if self.bias is None else y + copied(self.bias, self.group).to(y.dtype)
+        return y if own.bias is None else y + copied(own.bias, self.group).to(y.dtype)
 
 
 class _GatheredMatmul(torch.autograd.Function):
