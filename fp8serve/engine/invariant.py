@@ -52,11 +52,11 @@ class RowIndependent(nn.Module):
         self.inner = inner
         self.heights = heights
 
-    def forward(self, x: Tensor) -> Tensor:
-        if x.dim() > 2:
-            return self(x.flatten(0, -2)).unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]
-        y = self._tiled(x)
-        return y if self.beside is None else self.beside.add(y, x)
+    def forward(self, input: Tensor) -> Tensor:
+        if input.dim() > 2:
+            return self(input.flatten(0, -2)).unflatten(0, input.shape[:-1])  # type: ignore[no-any-return]
+        y = self._tiled(input)
+        return y if self.beside is None else self.beside.add(y, input)
 
     def _tiled(self, x: Tensor) -> Tensor:
         if not self.heights or len(x) == 0:

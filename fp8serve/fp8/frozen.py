@@ -146,12 +146,12 @@ class FrozenLinear(nn.Module):
         weight_q, weight_scale_inv = _quantized_weight(linear, specs["weight"], weight_scale)
         return cls(weight_q, weight_scale_inv, linear.bias, input_scale, specs["input"].at_rest(), out_dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] -> [..., N]; differentiable with respect to x."""
-        if x.requires_grad and torch.is_grad_enabled():
-            return cast(Tensor, _ThroughFrozen.apply(x, self))  # type: ignore[no-untyped-call]
-        y = self._run(x)
-        return y if self.beside is None else self.beside.add(y, x)
+    def forward(self, input: Tensor) -> Tensor:
+        """input [..., K] -> [..., N]; differentiable with respect to input."""
+        if input.requires_grad and torch.is_grad_enabled():
+            return cast(Tensor, _ThroughFrozen.apply(input, self))  # type: ignore[no-untyped-call]
+        y = self._run(input)
+        return y if self.beside is None else self.beside.add(y, input)
 
     @torch.no_grad()
     def _run(self, x: Tensor) -> Tensor:

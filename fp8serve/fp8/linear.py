@@ -37,6 +37,7 @@ from fp8serve.fp8.casting import (
     from_quantized,
     unhidden,
 )
+from fp8serve.fp8.layer_inputs import FLOATS, cast_by_torch_autocast, check_operands
 from fp8serve.fp8.microbatch import Kept, checked
 from fp8serve.fp8.ops import DTYPES, arithmetic
 from fp8serve.fp8.own_product import product
@@ -246,15 +247,14 @@ class Linear(Stateful, nn.Linear):
         first = next(self.parameters(), None)
         return (self.weight if first is None else first).device
 
-    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        """x [..., in_features] -> [..., out_features].
+    def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """input [..., in_features] -> [..., out_features].
 
         is_first_microbatch: True keeps the quantized weight, False uses that of the last True, None follows the
-        `autocast`, whose default is to quantize again. Raises RecipeError for anything else.
+        `autocast`, whose default is to quantize again. Raises RecipeError for anything else. In FP8, raises TypeError,
+        ValueError or RuntimeError for an input that cannot be multiplied in FP8 (layer_inputs.py).
         """
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind):
-            x = x.to(torch.get_autocast_dtype(kind))
+        x = cast_by_torch_autocast(input)
         return self.run(x, lambda: x, None, is_first_microbatch)
 
     def run(
@@ -279,8 +279,10 @@ class Linear(Stateful, nn.Linear):
         return cast(Tensor, _unsafe_view(y, shape))
 
     def _in_high_precision(self, x: Tensor, own: Parameters) -> Tensor:
-        """Without a recipe a converted model gives the same bits as the original."""
-        return F.linear(x, own.weight.to(x.dtype), None if own.bias is None else own.bias.to(x.dtype))
+        """Without a recipe a converted model gives the same bits as the original, and refuses the same inputs."""
+        if x.dtype in FLOATS and own.weight.dtype in FLOATS:  # weights may be masters of another dtype
+            own = Parameters(own.weight.to(x.dtype), None if own.bias is None else own.bias.to(x.dtype))
+        return F.linear(x, own.weight, own.bias)
 
     def _plan(self, x: Tensor, weight: Tensor, first: bool | None) -> LinearPlan | None:
         """How this call runs: the recipe in force and the quantized weight. None: in high precision."""
@@ -292,8 +294,7 @@ class Linear(Stateful, nn.Linear):
                 self._ran_frozen = not self._ran_frozen
         if context is None:
             return None
-        if x.device != weight.device:
-            raise ValueError(f"The input is on {x.device} and the weight on {weight.device}; move one of them.")
+        check_operands(x, weight, self.in_features)
         call = self._call(context)
         fprop_hp, dgrad_hp, wgrad_hp = call.hp
         rowwise, columnwise = not fprop_hp, graph and x.requires_grad and not dgrad_hp

@@ -116,13 +116,13 @@ class LoraLinear(nn.Module):
         magnitude = None if squares is None else nn.Parameter(squares.sqrt())
         self.register_parameter("lora_magnitude_vector", magnitude)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] -> [..., N]."""
-        rows = x.reshape(-1, x.shape[-1])
+    def forward(self, input: Tensor) -> Tensor:
+        """input [..., K] -> [..., N]."""
+        rows = input.reshape(-1, input.shape[-1])
         seen = F.dropout(rows, self.dropout) if self.dropout and torch.is_grad_enabled() else rows
         a, b = self.lora_A, self.lora_B  # once: a parametrization is evaluated at every read
         y = self.base(rows) + _LowRank.apply(seen, a, b, self.scaling)  # type: ignore[no-untyped-call]
-        return self._with_magnitude(y, a, b).view(*x.shape[:-1], -1)
+        return self._with_magnitude(y, a, b).view(*input.shape[:-1], -1)
 
     def _with_magnitude(self, y: Tensor, a: Tensor, b: Tensor) -> Tensor:
         magnitude = self.lora_magnitude_vector

@@ -36,10 +36,10 @@ class OwnLinear(nn.Linear):
             pack_loaded(state_dict, f"{prefix}weight")
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]."""
-        y = self._run(x)
-        return y if self.beside is None else self.beside.add(y, x)
+    def forward(self, input: Tensor) -> Tensor:
+        """input [..., in] -> [..., out]."""
+        y = self._run(input)
+        return y if self.beside is None else self.beside.add(y, input)
 
     def _run(self, x: Tensor) -> Tensor:
         tensors = self._parameters

@@ -72,7 +72,8 @@ def recorded(direction: str, module: int, rule: int) -> None:
     if direction == "forward" and entered():
         running.watch.staged()
     owner, by = MODULES.get(module), RULES.get(rule)
-    if owner is not None and by is not None:  # either may be gone, with the model, before its backward pass runs
+    # Either may be gone, with the model, before its backward pass runs. A graph of torch.export has states of its own.
+    if owner is not None and by is not None and owner.scaling:
         running.add(owner, by)
 
 

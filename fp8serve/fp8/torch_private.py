@@ -28,6 +28,8 @@ NAMES = {
     "torch._foreach_copy_": "copies many small tensors in one call",
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "has FSDP2 put shards where they stay",
     "torch.distributed.tensor.debug._clear_sharding_prop_cache": "makes DTensor forget the process groups it has seen",
+    "torch._C._functorch.peek_interpreter_stack": "tells whether a transform of torch.func is running",
+    "torch.autograd.forward_ad._current_level": "tells whether differentiation in forward mode is running",
     "torch._C._dispatch_has_kernel_for_dispatch_key": "tells which device has a kernel for an op",
 }
 MAY_BE_MISSING = {"torch._C._cuda_getDriverVersion": "is there in a torch that was built with CUDA"}
@@ -55,6 +57,11 @@ def backward_pass() -> int | None:
     """The number of the backward pass that is running in this thread; None outside of one."""
     task = torch._C._current_graph_task_id()
     return None if task == -1 else task
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func, such as vmap, or differentiation in forward mode is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
 def when_backward_ends(callback: Callable[[], None]) -> None:
