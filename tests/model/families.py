@@ -94,11 +94,25 @@ DATED = (
     + CHATML.replace("{{ bos_token }}", "")
 )  # fmt: skip
 OPEN = _turns("<{}>", "{% if not loop.last %}{{ eos_token }}{% endif %}")  # the last turn is left open
+HARMONY = (  # only the last turn ends with a mark of its own
+    "{% for m in messages %}{{ '<|start|>' + m.role }}{% if m.role == 'assistant' %}" + G
+    + "<|channel|>final<|message|>{{ m.content }}"
+    "{% if loop.last and not add_generation_prompt %}<|return|>{% else %}<|end|>{% endif %}" + E
+    + "{% else %}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)  # fmt: skip
+NEMOTRON = (  # trims the end of a text only, and asks for reasoning that earlier turns do not have
+    "{% for m in messages %}<|im_start|>{{ m.role + '\n' }}{% if m.role == 'assistant' %}{{ '<think></think>' }}" + G
+    + "{{ (' ' + m.content).rstrip()[1:] }}<|im_end|>" + E
+    + "{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)  # fmt: skip
+LEFT = _turns("<|{}|>", "{{ eos_token }}", "m.content.lstrip()")
 
 FAMILIES = {
     "chatml": CHATML, "qwen3": QWEN3, "llama3": LLAMA3, "llama2": LLAMA2, "mistral": MISTRAL, "phi3": PHI3,
     "gemma": GEMMA, "r1": R1, "zephyr": ZEPHYR, "vicuna": VICUNA, "command": COMMAND, "glm": GLM, "alpaca": ALPACA,
-    "granite": GRANITE, "dated": DATED, "open": OPEN,
+    "granite": GRANITE, "dated": DATED, "open": OPEN, "harmony": HARMONY, "nemotron": NEMOTRON, "left": LEFT,
 }  # fmt: skip
 
 

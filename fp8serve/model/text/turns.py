@@ -5,15 +5,18 @@ The assistant's words are never searched for, because a user may write the same 
 in its messages: private-use characters around a random number, so that no message can contain one and each identifies
 its message. If replacing the stand-ins by their texts gives the first rendering, character by character, the places of
 the texts in it are known; a text may be inside JSON, as the arguments of a call are. If the template trims texts, this
-comparison fails, and it is repeated with the white space around texts left in place. If the template treats some words
-specially (drops the text before `</think>`), texts are split at the constants of the template's own source, which stay.
-A conversation for which no comparison succeeds is refused.
+comparison fails, and it is repeated with the white space behind, before, and around texts left in place: what the
+template does not trim belongs to the text. If the template treats some words specially (drops the text before
+`</think>`), texts are split at the constants of the template's own source, which stay. A conversation for which no
+comparison succeeds is refused.
 
 A turn begins where the generation prompt ends, so it includes text that the template puts before the assistant's words,
 such as Qwen3's empty reasoning. In a template without a generation prompt it begins at the turn's first word. It ends
 with the text that the template writes after every turn, up to the first end-of-sequence token and without white space
-after it: a server stops there, so nothing further is learnt. A turn that calls tools must begin with exactly the
-generation prompt. Cost: three to seven renderings of a conversation, and two more for a turn with calls.
+after it: a server stops there, so nothing further is learnt. If the template ends the last turn otherwise than earlier
+ones (gpt-oss: `<|return|>` and `<|end|>`), an earlier turn ends with the mark that ends other roles' messages. A turn
+that calls tools must begin with exactly the generation prompt. Cost: three to ten renderings of a conversation, and two
+more for a turn with calls.
 """
 
 import json
@@ -141,9 +144,9 @@ class _Writer:
     def whole(self, owner: int, text: str) -> str:
         return self.stand_in(owner, text, "")
 
-    def trimmed(self, owner: int, text: str) -> str:
-        """A stand-in for the text without the white space around it, which is kept."""
-        core = text.strip()
+    def trimmed(self, owner: int, text: str, strip: Callable[[str], str]) -> str:
+        """A stand-in for what `strip` leaves of the text; the white space that it takes away stays outside."""
+        core = strip(text)
         before, after = text.split(core, 1) if core else (text, "")
         return before + self.stand_in(owner, core, before) + after
 
@@ -167,8 +170,9 @@ def _stand_in(template: ChatTemplate, render: _Render, messages: list[Message]) 
     """The places of the texts of `messages`; None when they are not certain."""
     text = render(messages, add_generation_prompt=False)
     constants = _constants(template)
+    trims = [partial(_Writer.trimmed, strip=strip) for strip in (str.rstrip, str.lstrip, str.strip)]
     cuts = [partial(_Writer.cut, constants=constants, trim=trim) for trim in (False, True)]
-    ways: list[Callable[[_Writer, int, str], str]] = [_Writer.whole, _Writer.trimmed, *cuts]
+    ways: list[Callable[[_Writer, int, str], str]] = [_Writer.whole, *trims, *cuts]
     for way in ways:
         writer = _Writer()
         if (view := _view(render, messages, text, writer, partial(way, writer))) is not None:
@@ -237,6 +241,7 @@ class _Turns:
         self._assistants = [i for i, m in enumerate(messages) if m.get("role") == "assistant"]
         self._prompt = self._generation_prompt()
         self._closing = self._closing_tail()
+        self._others_closing = self._closing_of_others()
 
     def spans(self, skip: Collection[int]) -> Iterator[Span]:
         for number in self._assistants:
@@ -270,8 +275,11 @@ class _Turns:
         if alike:
             end = self._end.search(alike)
             return begin + (end.end() if end else len(alike))
-        first = self._special.search(literal)  # a turn that does not end like the last one, as after tool calls
-        return begin + first.end() if first and self._end.fullmatch(first[0]) else stop
+        first = self._special.search(literal)  # a turn that does not end like the last one
+        if first and self._end.fullmatch(first[0]):
+            return begin + first.end()
+        mark = self._special.match(self._alike(literal, self._others_closing))
+        return begin + mark.end() if mark else stop
 
     def _around_calls(self, number: int, first: int, last: int) -> Span:
         """The text that message `number` adds to the conversation before it, up to an end-of-sequence token."""
@@ -319,6 +327,15 @@ class _Turns:
         if last is None:
             return ""
         return self._view.tail if last == len(self._messages) - 1 else self._tail(self._view.dummies[: last + 1])
+
+    def _closing_of_others(self) -> str:
+        """The text after the message before the assistant's first, in a conversation that ends there; white space
+        before it is removed."""
+        first = self._assistants[0] if self._assistants else 0
+        try:
+            return self._tail(self._view.dummies[:first]).lstrip() if first else ""
+        except RequestError:  # some templates refuse a conversation without an answer
+            return ""
 
     def _tail(self, dummies: list[Message], add_generation_prompt: bool = False) -> str:
         """The text that the template writes after the last text."""
