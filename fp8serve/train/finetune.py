@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fp8serve.errors import DataError
+from fp8serve.errors import DataError, one_line
 from fp8serve.model.storage.files import whole_file
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.events import OnEvent
@@ -65,5 +65,5 @@ def _write(rows: Iterable[Any], path: Path) -> None:
         for number, row in enumerate(rows, 1):
             try:
                 file.write(json.dumps(dict(row), ensure_ascii=False) + "\n")
-            except TypeError as error:
-                raise DataError(f"Row {number} cannot be written as JSON: {error}.") from None
+            except (TypeError, ValueError, RecursionError) as error:
+                raise DataError(f"Row {number} cannot be written as JSON: {one_line(error)}.") from None

@@ -1,5 +1,7 @@
 """Conversations with tools as training rows: the learnt tokens, the same rendering as in a request, and refusals."""
 
+import contextlib
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +105,77 @@ def test_a_call_that_does_not_follow_the_generation_prompt_is_refused(tmp_path: 
         ({"role": "assistant", "function_call": {"name": "f"}}, "has `function_call`, OpenAI's older form"),
         ({"role": "tool", "content": "a", "tool_call_id": 7}, "`tool_call_id` is 7; an id has"),
         ({"content": "\ud800"}, "half of a surrogate pair"),
+        (
+            {"role": "asistant", "content": "a"},
+            "message 0 has the role 'asistant'; roles are system, ",
+        ),
+        ({"role": "Assistant", "content": "a"}, "message 0 has the role 'Assistant'"),
+        ({"role": "gpt", "content": "a"}, "message 0 has the role 'gpt'"),
+        (
+            {"role": "assistant", "content": ""},
+            "message 0, the assistant's, is empty; leave it out",
+        ),
+        ({"content": "a", "train": False}, '`train`, which is not read; write "weight": 0'),
+        ({"content": "a", "reasoning_content": 3}, "its reasoning is 3, which is not text"),
+        ({"role": "tool", "content": "a", "tool_call_id": "c9"}, None),  # the calls before it may be in the text
+        ({"role": "assistant", "tool_calls": [{"function": {"name": " ", "arguments": {}}}]}, "no `function` with a"),
+        (
+            {"role": "assistant", "tool_calls": [CHAT[2]["tool_calls"][0] | {"type": "custom"}]},
+            "call 0 has the type 'custom'; only functions can be called",
+        ),
     ],
 )
-def test_messages_that_a_prompt_cannot_hold_are_named(changed: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
+def test_messages_that_a_prompt_cannot_hold_are_named(changed: dict[str, Any], message: str | None) -> None:
+    with contextlib.nullcontext() if message is None else pytest.raises(DataError, match=message):
         example(messages=[{"role": "user"} | changed, *CHAT[1:]])
+
+
+def test_a_result_names_a_call_before_it() -> None:
+    with pytest.raises(DataError, match="message 3 is the result of the call 'c9', which no message before it makes"):
+        example(messages=[*CHAT[:3], CHAT[3] | {"tool_call_id": "c9"}, *CHAT[4:]])
+
+
+DEEP: Any = {}
+for _ in range(600):
+    DEEP = {"a": DEEP}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("city: Oslo", "`arguments` of call 0 is text that is not valid JSON"),
+        ('{"city": "Oslo"', "`arguments` of call 0 is text that is not valid JSON"),
+        ('["Oslo"]', r"`arguments` of call 0 are \['Oslo'\], which is not an object"),
+        ("3", "`arguments` of call 0 are 3, which is not an object"),
+        ('{"n": NaN}', "`arguments` of call 0 hold nan, which is no JSON value"),
+        ({"n": 1e999}, "`arguments` of call 0 hold inf, which is no JSON value"),
+        (f'{{"n": {"9" * 5000}}}', "`arguments` of call 0 hold Decimal"),
+        ({"day": date(2026, 1, 1)}, "`arguments` of call 0 hold datetime.date"),
+        (DEEP, "nested too deeply"),
+        ("", None),
+        ({}, None),
+        (' {"city": "Oslo"}', None),
+    ],
+)
+def test_arguments_that_are_learnt_are_an_object_of_json(arguments: Any, message: str | None) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    with contextlib.nullcontext() if message is None else pytest.raises(DataError, match=message):
+        example(messages=[*CHAT[:2], CHAT[2] | {"tool_calls": [call]}, *CHAT[3:]])
+
+
+def test_a_broken_call_may_be_context(tmp_path: Path) -> None:
+    """A model learns to correct it."""
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "city: Oslo"}}
+    row = example(messages=[*CHAT[:2], CHAT[2] | {"tool_calls": [call], "weight": 0}, *CHAT[3:]])
+    assert learnt(tokenizer_of(tmp_path, unmarked(CHATML)), row) == ["It is.<|im_end|>", CALLED_LATER]
+
+
+def test_other_keys_of_a_message_are_the_templates(tmp_path: Path) -> None:
+    """Those that a template cannot be given are left out."""
+    more = {"rating": 5, "sent": datetime(2026, 1, 1), "score": float("nan"), "raw": b"x", "n": 10**5000, "deep": DEEP}
+    row = example(messages=[CHAT[0] | more, *CHAT[1:]])
+    assert set(row.messages[0]) == {"role", "content", "rating"}
+    assert learnt(tokenizer_of(tmp_path, unmarked(CHATML)), row)[0] == CALLED
 
 
 @pytest.mark.parametrize(
@@ -116,6 +184,9 @@ def test_messages_that_a_prompt_cannot_hold_are_named(changed: dict[str, Any], m
         ({"tools": "weather"}, "`tools` is text that is not valid JSON"),
         ({"tools": {"name": "f"}}, "`tools` is a dict, not a list"),
         ({"tools": [{"type": "function"}]}, "tool 0 has no `function` with a `name`"),
+        ({"tools": [{"name": ""}]}, "tool 0 has no `function` with a `name`"),
+        ({"tools": [{"name": "f", "parameters": "x"}]}, "tool 0: its `parameters` are 'x', which is no JSON schema"),
+        ({"tools": [{"name": "f", "description": 3}]}, "tool 0: its `description` is 3, which is not text"),
         ({"functions": [{"name": "f"}]}, "has `functions`, OpenAI's older form"),
     ],
 )

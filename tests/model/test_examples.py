@@ -91,6 +91,19 @@ def test_broken_lines_are_named(row: Any, message: str, tmp_path: Path) -> None:
     assert "d.jsonl:2" in str(caught.value)
 
 
+def test_what_only_an_ignored_column_holds_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text(f"""{{"text": "a", "id": {"9" * 5000}, "score": NaN, "low": -Infinity}}\n""")
+    assert [e.text for e in read_examples([tmp_path / "d.jsonl"]) if isinstance(e, TextExample)] == ["a"]
+
+
+def test_a_prompt_beside_messages_is_a_note(tmp_path: Path) -> None:
+    path = lines(tmp_path / "d.jsonl", {"prompt": "hi", "prompt_id": "7", "messages": CHAT})
+    assert read_examples([path]) == [ChatExample(tuple(CHAT), f"{path}:1")]
+    path = lines(tmp_path / "d.jsonl", {"prompt": "hi", "completion": "yes", "messages": CHAT})
+    with pytest.raises(DataError, match="has both prompt and messages"):
+        read_examples([path])
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -1,14 +1,29 @@
 """What a conversation in training data may hold: messages of text, calls of tools and their results, as OpenAI's
-fine-tuning files and data sets on the hub spell them. Anything that a prompt cannot hold is refused by name.
+fine-tuning files and data sets on the hub spell them.
+
+Refused by name is whatever a prompt cannot hold, and whatever would be learnt, or not learnt, against the intention of
+the data: a role that no request has, an answer that is empty, arguments of a call that are not JSON, a result whose
+call is missing, a flag of another program that says what to learn. A message that is not learnt (weight 0, or the
+context of a pair) may hold a broken call, because a model may learn to correct one. Other keys of a message are data
+that a template may read; values of theirs that JSON cannot hold are left out.
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fp8serve.errors import DataError, one_line, shown
+from fp8serve.model.text.tables import JSON_ROWS
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Those that a request may have."""
+FOREIGN_FLAGS = ("train", "training", "trainable")
+"""Keys by which other programs say whether a message is learnt."""
+MAX_BITS = 14_000  # of a whole number; Python writes none of more than 4300 digits
+REASONING = ("reasoning", "reasoning_content", "thinking")
+_READ = ("role", "content", "tool_calls", "tool_call_id", "name", "weight", *REASONING)
 _ID = re.compile(r"[\w.:-]{1,256}", re.ASCII)
 NO_ARGUMENTS = {"type": "object", "properties": {}}
 
@@ -16,21 +31,30 @@ NO_ARGUMENTS = {"type": "object", "properties": {}}
 def messages_of(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
     """The messages of a row to learn from: a list, or JSON text of one. DataError names `where` and what is wrong."""
     messages = conversation_of(value, where)
-    if not any(m["role"] == "assistant" and m.get("weight", 1) for m in messages):
+    learnt = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("weight", 1)]
+    if not learnt:
         raise DataError(f"{where}: no message is the assistant's, so there is nothing to learn.")
+    for i in learnt:
+        _check_answer(messages[i], f"{where}: message {i}")
     return messages
 
 
 def conversation_of(value: Any, where: str, column: str = "messages") -> tuple[Mapping[str, Any], ...]:
-    """As `messages_of`, whoever speaks."""
+    """As `messages_of`, whoever speaks, and whatever the assistant's calls hold."""
     messages = _from_json(value, f"{where}: `{column}`")
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where}: `{column}` is not a list of messages.")
+    calls: set[str] = set()
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise DataError(f"{where}: message {i} has no `role`.")
-        _check_message(message, f"{where}: message {i}")
-    return tuple(messages)
+        try:
+            _check_message(message, f"{where}: message {i}")
+        except RecursionError:
+            raise DataError(f"{where}: message {i} is nested too deeply.") from None
+        _check_result(message, calls, f"{where}: message {i}")
+        calls |= {call["id"] for call in message.get("tool_calls") or () if call.get("id")}
+    return tuple(_without_foreign_values(message) for message in messages)
 
 
 def tools_of(row: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], ...]:
@@ -57,22 +81,86 @@ def _from_json(value: Any, what: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return JSON_ROWS.decode(value)
     except (ValueError, RecursionError) as e:
         raise DataError(f"{what} is text that is not valid JSON: {one_line(e)}.") from None
 
 
 def _check_message(message: Mapping[str, Any], where: str) -> None:
-    calls = message.get("tool_calls")
+    calls, role = message.get("tool_calls"), message["role"]
+    if role not in ROLES:
+        raise DataError(f"{where} has the role {shown(role)}; roles are {', '.join(ROLES[:-1])} and {ROLES[-1]}.")
     if message.get("function_call"):
         raise DataError(f"{where} has `function_call`, OpenAI's older form; give it as `tool_calls`.")
-    if calls and message["role"] != "assistant":
-        raise DataError(f"{where} has `tool_calls`, but its role is {message['role']}; only an assistant calls tools.")
-    texts = [message["role"], *_texts(message.get("content"), bool(calls), where), *_texts_of_calls(calls, where)]
+    if calls and role != "assistant":
+        raise DataError(f"{where} has `tool_calls`, but its role is {role}; only an assistant calls tools.")
+    reasoning = [message.get(key) for key in REASONING if message.get(key) is not None]
+    if not all(isinstance(text, str) for text in reasoning):
+        raise DataError(f"{where}: its reasoning is {shown(reasoning[0])}, which is not text.")
+    texts = [*_texts(message.get("content"), bool(calls), where), *_texts_of_calls(calls, where), *reasoning]
     _check_id(message.get("tool_call_id"), f"{where}: `tool_call_id`")
     if message.get("weight", 1) not in (0, 1):
         raise DataError(f"{where} has weight {shown(message['weight'])}, which is neither 0 nor 1.")
+    if foreign := [flag for flag in FOREIGN_FLAGS if isinstance(message.get(flag), bool)]:
+        raise DataError(f'{where} has `{foreign[0]}`, which is not read; write "weight": 0 for what is not learnt.')
     valid_unicode("".join(texts), where)
+
+
+def _check_result(message: Mapping[str, Any], calls: set[str], where: str) -> None:
+    """calls: ids of the calls before the message; empty if they have none, or are written in the text."""
+    answered = message.get("tool_call_id") if message["role"] == "tool" else None
+    if answered is not None and calls and answered not in calls:
+        raise DataError(f"{where} is the result of the call {shown(answered)}, which no message before it makes.")
+
+
+def _check_answer(message: Mapping[str, Any], where: str) -> None:
+    """Of an assistant's message that is learnt."""
+    calls = message.get("tool_calls") or ()
+    texts = [*_texts(message.get("content"), True, where), *(message.get(key) for key in REASONING)]
+    if not calls and not any(texts):
+        raise DataError(f"{where}, the assistant's, is empty; leave it out, or give it weight 0.")
+    for i, call in enumerate(calls):
+        _check_arguments(call["function"]["arguments"], f"{where}: `arguments` of call {i}")
+
+
+def _check_arguments(arguments: Any, what: str) -> None:
+    """They are an object of JSON values, or JSON text of one; nothing, too, means no arguments."""
+    if isinstance(arguments, str):
+        arguments = _from_json(arguments or "{}", what)
+    if not isinstance(arguments, dict):
+        raise DataError(f"{what} are {shown(arguments)}, which is not an object.")
+    if (foreign := foreign_value(arguments)) is not None:
+        raise DataError(f"{what} hold {foreign}, which is no JSON value.")
+
+
+def foreign_value(value: Any) -> str | None:
+    """A value in `value` that JSON cannot hold, in words; None if there is none."""
+    try:
+        return _foreign_value(value)
+    except RecursionError:
+        return "values that are nested too deeply"
+
+
+def _foreign_value(value: Any) -> str | None:
+    if value is None or isinstance(value, str):
+        return None
+    if isinstance(value, int):
+        return None if value.bit_length() <= MAX_BITS else f"a number of {value.bit_length()} bits"
+    if isinstance(value, float):
+        return None if math.isfinite(value) else shown(value)
+    if isinstance(value, dict):
+        names = next((shown(key) for key in value if not isinstance(key, str)), None)
+        return names or _foreign_value(list(value.values()))
+    if isinstance(value, list | tuple):
+        return next((found for found in map(_foreign_value, value) if found is not None), None)
+    return f"{shown(value)} ({type(value).__name__})"
+
+
+def _without_foreign_values(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message without values that JSON cannot hold, under keys that are not read here."""
+    if all(key in _READ for key in message):
+        return message
+    return {key: value for key, value in message.items() if key in _READ or foreign_value(value) is None}
 
 
 def _texts(content: Any, may_be_empty: bool, where: str) -> Iterator[str]:
@@ -100,12 +188,18 @@ def _texts_of_calls(calls: Any, where: str) -> Iterator[str]:
         raise DataError(f"{where}: `tool_calls` is a {type(calls).__name__}, not a list.")
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        if not isinstance(function, dict) or not _is_name(function.get("name")):
             raise DataError(f"{where}: call {i} has no `function` with a `name`.")
+        if call.get("type") not in (None, "function"):
+            raise DataError(f"{where}: call {i} has the type {shown(call['type'])}; only functions can be called.")
         if not isinstance(function.get("arguments"), str | dict):
             raise DataError(f"{where}: call {i} has no `arguments`, which are an object or JSON text of one.")
         _check_id(call.get("id"), f"{where}: the `id` of call {i}")
-        yield function["name"] + json.dumps(function["arguments"], ensure_ascii=False)
+        yield function["name"] + json.dumps(function["arguments"], ensure_ascii=False, default=str)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
 def _check_id(value: Any, what: str) -> None:
@@ -116,7 +210,11 @@ def _check_id(value: Any, what: str) -> None:
 
 def _tool(tool: Any, where: str) -> Mapping[str, Any]:
     function = tool.get("function", tool) if isinstance(tool, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    if not isinstance(function, dict) or not _is_name(function.get("name")):
         raise DataError(f"{where} has no `function` with a `name`.")
+    if not isinstance(function.get("description") or "", str):
+        raise DataError(f"{where}: its `description` is {shown(function['description'])}, which is not text.")
+    if not isinstance(function.get("parameters") or {}, dict) or foreign_value(function.get("parameters")) is not None:
+        raise DataError(f"{where}: its `parameters` are {shown(function['parameters'])}, which is no JSON schema.")
     said = {"name": function["name"], "description": function.get("description") or ""}
     return {"type": "function", "function": said | {"parameters": function.get("parameters") or NO_ARGUMENTS}}

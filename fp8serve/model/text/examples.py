@@ -5,7 +5,6 @@ tokens as serving does: a prompt is tokenized exactly as a request would be, a c
 template. Only completions and the assistant's turns are learnt; the rest is context. No torch here.
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -16,6 +15,7 @@ from fp8serve.errors import DataError, Fp8ServeError, json_kind, one_line, shown
 from fp8serve.model.text.chat_rows import messages_of, tools_of, valid_unicode
 from fp8serve.model.text.conversation import for_template
 from fp8serve.model.text.data_files import Rows, read_source, source_name
+from fp8serve.model.text.tables import JSON_ROWS
 from fp8serve.model.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -130,7 +130,7 @@ def object_of(row: str | Mapping[str, Any], where: str) -> Mapping[str, Any]:
     if not isinstance(row, str):
         return row
     try:
-        found = json.loads(row)
+        found = JSON_ROWS.decode(row)
     except (ValueError, RecursionError) as e:
         raise DataError(f"{where} is not valid JSON: {one_line(e)}.") from None
     if not isinstance(found, dict):
@@ -140,11 +140,13 @@ def object_of(row: str | Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 def example_from(row: Mapping[str, Any], where: str = "example") -> Example:
     """One row: exactly one of `text`, `prompt` + `completion`, `messages` with or without `tools`; further columns are
-    ignored.
+    ignored, and so is a `prompt` beside `messages`, which hold it.
 
     DataError names `where` and what is wrong.
     """
     kinds = [k for k, columns in _COLUMNS.items() if any(c in row for c in columns)]
+    if "messages" in row and "completion" not in row and "prompt" in kinds:
+        kinds.remove("prompt")
     if len(kinds) != 1:
         found = f"both {' and '.join(kinds)}" if kinds else f"only {shown(sorted(row))}"
         raise DataError(f"{where} has {found}; give one of `text`, `prompt` and `completion`, or `messages`.")
@@ -175,6 +177,8 @@ def tokenize(example: Example, tokenizer: Tokenizer, max_len: int | None = None)
         ids, mask = _tokenize(example, tokenizer, max_len)
     except Fp8ServeError as e:
         raise DataError(f"{example.source or 'The example'} cannot be tokenized: {e}") from None
+    except RecursionError:
+        raise DataError(f"{example.source or 'The example'} cannot be tokenized: it is nested too deeply.") from None
     return TokenizedExample(ids[:max_len], mask[:max_len])
 
 

@@ -7,6 +7,7 @@ A column that is empty or null in a row is left out of it. Cells of `messages` a
 import csv
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,17 @@ COLUMNS = (
 """The columns that are read from Parquet files."""
 MAX_ARRAY_BYTES = 256 << 20  # a JSON array is read whole
 ROWS_AT_ONCE = 256
+
+MAX_DIGITS = 4300  # of a whole number; Python's own limit for int
+
+
+def _whole_number(digits: str) -> int | Decimal:
+    """A Decimal, which nothing reads, for a number so long that Python makes no int of it."""
+    return int(digits) if len(digits) <= MAX_DIGITS else Decimal(digits)
+
+
+JSON_ROWS = json.JSONDecoder(parse_int=_whole_number)
+"""Reads a row. A value that only an ignored column may have (NaN, a number of any length) is no error here."""
 
 Row = Mapping[str, Any]
 Numbered = Iterator[tuple[int, Row]]

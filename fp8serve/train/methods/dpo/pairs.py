@@ -10,7 +10,6 @@ so that no word is split. A text `prompt` beside answers that are conversations 
 sets have such columns. Of a conversation, only the assistant's text after the prompt is learnt.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 from fp8serve.errors import DataError, shown
 from fp8serve.model.text.chat_rows import messages_of, tools_of, valid_unicode
 from fp8serve.model.text.examples import ChatExample, PromptExample, object_of, read_rows
+from fp8serve.model.text.tables import JSON_ROWS
 
 ANSWERS = ("chosen", "rejected")
 OPENAI = ("preferred_output", "non_preferred_output")
@@ -86,7 +86,7 @@ def _messages_in(text: str) -> list[Any] | None:
     if not text.lstrip().startswith("["):
         return None
     try:
-        found = json.loads(text)
+        found = JSON_ROWS.decode(text)
     except (ValueError, RecursionError):
         return None
     is_chat = isinstance(found, list) and found and all(isinstance(m, dict) and "role" in m for m in found)
