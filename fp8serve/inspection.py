@@ -22,7 +22,7 @@ from fp8serve.model.formats import interop, transformer_engine
 from fp8serve.model.formats.scales import FILE_NAME, FORMAT, ScalingCheckpoint, check_belongs, problems, read_scales
 from fp8serve.model.readers import reader_notes
 from fp8serve.model.storage.shards import Shards, read_header
-from fp8serve.model.stored import Checkpoint, open_checkpoint
+from fp8serve.model.stored import Checkpoint, matrices_note, open_checkpoint
 
 Direction = Literal["quantizes", "dequantizes", "unknown"]
 
@@ -89,7 +89,7 @@ def _of_model(path: Path, state: ScalingCheckpoint | None) -> dict[str, Any]:
     if state is not None:
         found += _from_scales(state, FILE_NAME, dict(contradictions(checkpoint, state)))
         problem = _stranger(checkpoint, state)
-    notes = [*left_out_notes(path, checkpoint.left_out), *reader_notes(checkpoint)]
+    notes = [*left_out_notes(path, checkpoint.left_out), *matrices_note(checkpoint), *reader_notes(checkpoint)]
     return _report(path, _describe(checkpoint), found, notes, problem, computed_by(checkpoint.any_config))
 
 
@@ -146,12 +146,14 @@ def _describe(checkpoint: Checkpoint) -> str:
     count, config = len(checkpoint.fp8_linears), checkpoint.config
     if checkpoint.quantization is None:
         return f"{config.architecture} with weights in high precision"
-    return f"{config.architecture} with {count} FP8 linear layers, as {checkpoint.quantization.producer} writes them"
+    in_fp8 = ", ".join([f"{count} FP8 linear layers", *(f"{name} in FP8" for name in checkpoint.fp8_matrices)])
+    return f"{config.architecture} with {in_fp8}, as {checkpoint.quantization.producer} writes them"
 
 
 def _from_checkpoint(checkpoint: Checkpoint) -> list[Scale]:
     attention = [f"model.layers.{i}.self_attn" for i in range(checkpoint.config.num_layers)]
-    places = [(linear, role) for linear in checkpoint.fp8_linears for role in ("input", "weight")]
+    in_fp8 = (*checkpoint.fp8_linears, *checkpoint.fp8_matrices)
+    places = [(owner, role) for owner in in_fp8 for role in ("input", "weight")]
     places += [(owner, role) for owner in attention for role in ("k", "v", "kv")]
     named = [(f"{owner}.{role}", checkpoint.scale_key(owner, role)) for owner, role in places]  # type: ignore[arg-type]
     return [_stored(checkpoint, tensor, key) for tensor, key in named if key is not None]

@@ -49,6 +49,7 @@ from fp8serve.model.formats.microscaling import widened_note
 from fp8serve.model.formats.scales import FILE_NAME, load_scales
 from fp8serve.model.network.experts import reset_token_counts, rows_of_experts
 from fp8serve.model.storage.files import present
+from fp8serve.model.stored import matrices_note
 from fp8serve.model.text.tokenizer import Tokenizer
 
 log = logging.getLogger("fp8serve.engine")
@@ -174,8 +175,8 @@ def load(model_dir: Path, options: EngineOptions, given: Model | None = None) ->
     tokenizer, packer = _tokenizer(model_dir), Packer([]) if on_gpu else packer_of(*models)
     bans = Bans(tokenizer, config.vocab_size, config.eos_token_ids)
     checkpoint = open_checkpoint(model_dir)
-    found = left_out_notes(model_dir, checkpoint.left_out), widened_note(checkpoint.shards), computed_by_note(config)
-    for note in chain.from_iterable(found):
+    notes = left_out_notes(model_dir, checkpoint.left_out), widened_note(checkpoint.shards), computed_by_note(config)
+    for note in chain(*notes, matrices_note(checkpoint)):
         log.warning(note)
     calibrated = _calibrated(model_dir, frozen, options) if given is None else Calibrated(DelayedScaling(), {})
     traffic = Traffic(frozen, calibrated, options)

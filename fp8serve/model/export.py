@@ -23,6 +23,7 @@ from torch import Tensor
 from fp8serve.errors import ModelError, ScalesError
 from fp8serve.fp8 import ops
 from fp8serve.fp8.casting import SCALE_DTYPES, cast_by_content
+from fp8serve.fp8.spec import QuantSpec
 from fp8serve.model.building import skeleton, transposed_linears
 from fp8serve.model.config.decoder import classifies
 from fp8serve.model.config.either import parse_any_config
@@ -45,7 +46,7 @@ from fp8serve.model.storage.files import (
 )
 from fp8serve.model.storage.mapped import release_pages
 from fp8serve.model.storage.shards import DTYPES, SINGLE, inside, write_index
-from fp8serve.model.stored import open_checkpoint
+from fp8serve.model.stored import StoredLinear, open_checkpoint
 
 __all__ = ["FORMATS", "write_calibrated", "write_hf_directory"]
 
@@ -109,6 +110,7 @@ def write_calibrated(
     *,
     weights: Mapping[str, Tensor] | None = None,
     quantized: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+    matrices: Mapping[str, StoredLinear] | None = None,
     kept: Sequence[str] = (),
     format: str = "compressed-tensors",
     extra_files: ExtraFiles | None = None,
@@ -118,20 +120,23 @@ def write_calibrated(
 
     source: the directory that configuration, tokenizer and, without `weights`, the weights come from. weights: high
     precision, by parameter name, for instance `dict(model.named_parameters())` after training. quantized: by the name
-    of a linear, its weight in FP8 and the dequantizing scale, for linears that are not rounded to nearest here. kept:
-    linears that stay in high precision. scales: `scales.recipe` decides the granularity; `DelayedScaling` takes input
-    and weight scales from it, the others need none. format: one of FORMATS. The fingerprints in the written scales are
-    those of `out` and, without `weights`, of `source`. ModelError, ScalesError: `out` is taken; the format cannot
-    express the recipe; a scale is missing or unusable.
+    of a linear, its weight in FP8 and the dequantizing scale, for linears that are not rounded to nearest here.
+    matrices: other matrices in FP8, by name, which are written as they are; without them, all others are written in
+    high precision. kept: linears that stay in high precision. scales: `scales.recipe` decides the granularity;
+    `DelayedScaling` takes input and weight scales from it, the others need none. format: one of FORMATS. The
+    fingerprints in the written scales are those of `out` and, without `weights`, of `source`. ModelError, ScalesError:
+    `out` is taken; the format cannot express the recipe; a scale is missing or unusable.
     """
     source, out = Path(source), Path(out)
     check_absent(out)
     config = read_text_config(source)
     high_precision = weights if weights is not None else open_checkpoint(source)
-    writer = _Quantizer(config, high_precision, quantized or {}, kept, scales, format, from_file=weights is None)
+    given, others = quantized or {}, matrices or {}
+    writer = _Quantizer(config, high_precision, given, others, kept, scales, format, from_file=weights is None)
     head = ["score"] if classifies(config) and not is_encoder(config) else []
     plain = [*head, *writer.routers, *kept]
-    files = quantization_files(format, writer.recipe, kv_cache=bool(writer.kv), kept=plain)
+    specs = {name: matrix.specs for name, matrix in others.items()}
+    files = quantization_files(format, writer.recipe, bool(writer.kv), plain, specs)
     config["quantization_config"] = files.pop("quantization_config")
     origin = "" if weights is not None else fingerprint(source)
     with whole_directory(out) as folder:
@@ -151,6 +156,7 @@ class _Quantizer:
         config: Mapping[str, Any],
         weights: Mapping[str, Tensor],
         given: Mapping[str, tuple[Tensor, Tensor]],
+        matrices: Mapping[str, StoredLinear],
         kept: Sequence[str],
         scales: ScalingCheckpoint,
         format_: str,
@@ -161,7 +167,7 @@ class _Quantizer:
         self.recipe = scales.recipe
         self.weight, self.input = self.recipe.specs.linear["weight"], self.recipe.specs.linear["input"]
         self.weights, self.given, self.scales, self.format = weights, given, scales, format_
-        self.from_file = from_file
+        self.matrices, self.from_file = matrices, from_file
         self.dtype = _dtype(config)
         self.shapes = _shapes(config)
         model = skeleton(parse_any_config(config))
@@ -181,20 +187,32 @@ class _Quantizer:
             linear = name.removesuffix(".weight")
             if linear in self.linears:
                 yield from self._fp8(linear, shape)
+            elif linear in self.matrices:
+                yield from self._as_stored(linear, self.matrices[linear])
             else:
                 yield replace(_plain(name, shape, self.weights, self.dtype), from_file=self.from_file)
         for key, entry in self.kv.items():
             yield self._scalar(self._kv_name(key), entry.scale)
 
     def _fp8(self, linear: str, shape: tuple[int, ...]) -> Iterator[_Item]:
-        scale_shape = self._scale_shape(*shape)
+        scale_shape = self._scale_shape(self.weight, *shape)
         given = linear in self.given
         yield _Item(f"{linear}.weight", torch.float8_e4m3fn, shape, lambda: self.quantized(linear)[0], from_file=given)
-        scale_name = f"{linear}.weight_scale{'_inv' if self.weight.is_blocked and self.format == 'fp8' else ''}"
+        scale_name = self._scale_name(linear, self.weight)
         scale_dtype = SCALE_DTYPES[self.weight.scale_format]
         yield _Item(scale_name, scale_dtype, scale_shape, lambda: self.quantized(linear)[1].reshape(scale_shape))
         if self.input.source == "delayed":
             yield self._scalar(f"{linear}.input_scale", self.scales.tensors[f"{linear}.input"].scale)
+
+    def _as_stored(self, name: str, matrix: StoredLinear) -> Iterator[_Item]:
+        """The same codes and scales, in this format's spelling."""
+        spec, shape = matrix.specs[1], tuple(matrix.weight_q.shape)
+        scale_shape = self._scale_shape(spec, *shape)
+        scale = matrix.weight_scale_inv.reshape(scale_shape)
+        yield _Item(f"{name}.weight", torch.float8_e4m3fn, shape, lambda: matrix.weight_q, from_file=True)
+        yield _Item(self._scale_name(name, spec), torch.float32, scale_shape, lambda: scale)
+        if matrix.input_scale is not None:
+            yield self._scalar(f"{name}.input_scale", matrix.input_scale)
 
     def _quantize(self, linear: str) -> tuple[Tensor, Tensor]:
         """(weight_q, its dequantizing scale): those given, or those that serving and training would compute from the
@@ -212,9 +230,12 @@ class _Quantizer:
             release_pages(weight)
         return found
 
-    def _scale_shape(self, rows: int, cols: int) -> tuple[int, ...]:
-        shape = self.weight.scale_shape(rows, cols)
-        if self.weight.granularity == "row" and self.format == "modelopt":
+    def _scale_name(self, linear: str, spec: QuantSpec) -> str:
+        return f"{linear}.weight_scale{'_inv' if spec.is_blocked and self.format == 'fp8' else ''}"
+
+    def _scale_shape(self, spec: QuantSpec, rows: int, cols: int) -> tuple[int, ...]:
+        shape = spec.scale_shape(rows, cols)
+        if spec.granularity == "row" and self.format == "modelopt":
             return (rows,)
         return shape or self._scalar_shape
 

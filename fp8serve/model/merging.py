@@ -26,7 +26,15 @@ from fp8serve.model.adapters import Adapter, LowRank, read_adapter
 from fp8serve.model.config.wrappers import read_text_config
 from fp8serve.model.export import write_calibrated, write_hf_directory
 from fp8serve.model.formats.scales import ScalingCheckpoint
-from fp8serve.model.rewriting import fitted, format_of, kept_state, recipe_of, state_of, stored_linears
+from fp8serve.model.rewriting import (
+    fitted,
+    format_of,
+    kept_state,
+    recipe_of,
+    state_of,
+    stored_linears,
+    stored_matrices,
+)
 from fp8serve.model.storage.files import check_absent
 from fp8serve.model.stored import Checkpoint, open_checkpoint
 
@@ -120,8 +128,16 @@ def merge(base: Path | str, adapter: Path | str, out: Path | str, most_lost: flo
         if losses.layers[name].rescaled:
             state = _with_scale(state, f"{name}.weight", quantized[name][1])
     _check(losses.total, most_lost)
-    kept = checkpoint.kept_linears
-    write_calibrated(out, base, state, weights=weights, quantized=quantized, kept=kept, format=format)
+    write_calibrated(
+        out,
+        base,
+        state,
+        weights=weights,
+        quantized=quantized,
+        matrices=stored_matrices(checkpoint),
+        kept=checkpoint.kept_linears,
+        format=format,
+    )
     return losses
 
 

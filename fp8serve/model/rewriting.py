@@ -39,25 +39,32 @@ _Stored = dict[str, StoredLinear]
 def rewrite(source: Path | str, out: Path | str, format: str) -> None:
     """Write the FP8 model in the directory `source` to `out` in another format, one of FORMATS.
 
-    ModelError: `out` is taken; the source holds no FP8 weights; the format cannot express how they are scaled.
+    ModelError: `out` is taken; the source holds no FP8 layers; the format cannot express how they are scaled.
     ScalesError: scales that cannot be served.
     """
     checkpoint = open_checkpoint(source)
     if not checkpoint.fp8_linears:
         raise ModelError(
-            f"{source} holds no FP8 weights to be written as {format}; calibrate it with --format {format}."
+            f"{source} holds no FP8 layers to be written as {format}; calibrate it with --format {format}."
         )
     stored = stored_linears(checkpoint)
     recipe = recipe_of(checkpoint, stored, format)
     state = kept_state(checkpoint, recipe) or state_of(checkpoint, stored, recipe)
     weight = recipe.specs.linear["weight"]
     quantized = {name: (linear.weight_q, fitted(linear, weight)) for name, linear in stored.items()}
-    write_calibrated(out, source, state, quantized=quantized, kept=checkpoint.kept_linears, format=format)
+    matrices = stored_matrices(checkpoint)
+    kept = checkpoint.kept_linears
+    write_calibrated(out, source, state, quantized=quantized, matrices=matrices, kept=kept, format=format)
 
 
 def stored_linears(checkpoint: Checkpoint) -> _Stored:
     """All linears that are stored in FP8, by name."""
     return {name: _stored(checkpoint, name) for name in checkpoint.fp8_linears}
+
+
+def stored_matrices(checkpoint: Checkpoint) -> _Stored:
+    """The other matrices that are stored in FP8, by name."""
+    return {name: _stored(checkpoint, name) for name in checkpoint.fp8_matrices}
 
 
 def _stored(checkpoint: Checkpoint, name: str) -> StoredLinear:
@@ -91,7 +98,8 @@ def recipe_of(checkpoint: Checkpoint, stored: _Stored, format: str) -> Recipe:
 def _check_sayable(checkpoint: Checkpoint, recipe: Recipe, format: str) -> None:
     """ModelError unless the format can express the recipe."""
     try:
-        quantization_files(format, recipe, kv_cache=False)
+        matrices = {name: matrix.specs for name, matrix in stored_matrices(checkpoint).items()}
+        quantization_files(format, recipe, kv_cache=False, matrices=matrices)
     except ModelError as refusal:
         reason = str(refusal).partition(";")[0].removesuffix(".")
         raise ModelError(

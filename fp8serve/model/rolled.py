@@ -19,7 +19,15 @@ from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
 from fp8serve.model.agreement import check_agreement
 from fp8serve.model.export import write_calibrated
 from fp8serve.model.formats.scales import FILE_NAME, ScalingCheckpoint, load_scales, read_scales
-from fp8serve.model.rewriting import fitted, format_of, layout, recipe_of, state_of, stored_linears
+from fp8serve.model.rewriting import (
+    fitted,
+    format_of,
+    layout,
+    recipe_of,
+    state_of,
+    stored_linears,
+    stored_matrices,
+)
 from fp8serve.model.storage.files import present
 from fp8serve.model.stored import Checkpoint, StoredLinear, open_checkpoint
 
@@ -48,7 +56,8 @@ def write_rolled(source: Path, out: Path, moved: ScalingCheckpoint, scales: Path
         )
     weight = recipe.specs.linear["weight"]
     quantized = {name: (linear.weight_q, fitted(linear, weight)) for name, linear in stored.items()}
-    return write_calibrated(out, source, state, quantized=quantized, kept=checkpoint.kept_linears, format=format)
+    kept, matrices = checkpoint.kept_linears, stored_matrices(checkpoint)
+    return write_calibrated(out, source, state, quantized=quantized, matrices=matrices, kept=kept, format=format)
 
 
 def _with(moved: ScalingCheckpoint, base: ScalingCheckpoint) -> ScalingCheckpoint:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8serve.errors import ModelError
 from fp8serve.fp8 import ops
-from fp8serve.fp8.spec import QuantSpec
+from fp8serve.fp8.spec import UNQUANTIZED, WEIGHTS, QuantSpec
 from fp8serve.fp8.stateful import state_key
 from fp8serve.model.building import Model, skeleton
 from fp8serve.model.config.decoder import ModelConfig
@@ -48,17 +48,26 @@ class StoredLinear:
     weight_scale_inv: Tensor
     input_scale: Tensor | None
     input_spec: QuantSpec
+    is_embedding: bool = False
 
     def weight(self) -> Tensor:
         """The weight in FP32 [N, K]."""
         return ops.dequantize(self.weight_q, self.weight_scale_inv)
 
+    @property
+    def specs(self) -> tuple[QuantSpec | None, QuantSpec]:
+        """How inputs and weight are quantized; an embedding has no inputs."""
+        shape = tuple(self.weight_scale_inv.shape)
+        weight = next(spec for spec in WEIGHTS if spec.scale_shape(*self.weight_q.shape) == shape)
+        return None if self.is_embedding else self.input_spec, weight
+
 
 class Checkpoint(Mapping[str, Tensor]):
     """The model in a directory, as a mapping from parameter names to tensors in high precision.
 
-    `checkpoint["model.norm.weight"]` is as stored, an FP8 weight is dequantized. left_out:
-    parts of the directory's model that do not belong to the language model.
+    `checkpoint["model.norm.weight"]` is as stored, an FP8 weight is dequantized. left_out: parts of the directory's
+    model that do not belong to the language model. fp8_linears: the linears that are stored in FP8, and run in it.
+    fp8_matrices: other matrices that are stored in FP8 (embedding, output layer, routers), which run in high precision.
     """
 
     def __init__(
@@ -73,6 +82,7 @@ class Checkpoint(Mapping[str, Tensor]):
         self.left_out = left_out
         model = skeleton(config)
         self._head = () if isinstance(model, Encoder) else _head_and_embedding(model)
+        self._embeddings = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
         self.linears = model.linear_names()
         self.shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
         self._scales: dict[ScaleKey, str] = {}
@@ -83,9 +93,11 @@ class Checkpoint(Mapping[str, Tensor]):
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ModelError(f"{path} lacks the tensor {missing[0]}{more}; the checkpoint is incomplete.")
         self._check_head()
-        self.fp8_linears = [n.removesuffix(".weight") for n in self.shapes if self._is_fp8(n)]
-        in_fp8 = set(self.fp8_linears)
-        self.kept_linears = [n for n in self.linears if in_fp8 and n not in in_fp8]  # left in high precision
+        in_fp8 = dict.fromkeys(n.removesuffix(".weight") for n in self.shapes if self._is_fp8(n))
+        linears = frozenset(self.linears)
+        self.fp8_linears = [name for name in in_fp8 if name in linears]
+        self.fp8_matrices = [name for name in in_fp8 if name not in linears]
+        self.kept_linears = [n for n in self.linears if self.fp8_linears and n not in in_fp8]  # in high precision
 
     def _place(self, key: str) -> None:
         """Classify one key of the file; ModelError when it has no place."""
@@ -117,7 +129,9 @@ class Checkpoint(Mapping[str, Tensor]):
         config = self.any_config
         if isinstance(config, EncoderConfig) or not config.tie_word_embeddings or self._head[0] not in self.shards:
             return
-        if not self.shards.same(*self._head):
+        scales = [self.scale_key(name.removesuffix(".weight"), "weight") for name in self._head]
+        same = self.shards.same(*self._head) and (None in scales or self.shards.same(*map(str, scales)))
+        if not same:
             raise ModelError(
                 f"{self.path}: {self._head[0]} differs from {self._head[1]}, to which config.json ties it; set "
                 "tie_word_embeddings to false, or take the tensor out."
@@ -134,6 +148,8 @@ class Checkpoint(Mapping[str, Tensor]):
         if dtype is torch.float8_e4m3fn:
             if ScaleKey(name.removesuffix(".weight"), "weight") not in self._scales:
                 raise ModelError(f"{self.path}: {name} is FP8 but has no weight_scale.")
+            if len(self.shapes[name]) != 2:
+                raise ModelError(f"{self.path}: {name} is FP8 and not a matrix; store it in BF16.")
             return True
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ModelError(f"{self.path}: {name} is stored as {dtype}, which is not supported.")
@@ -163,26 +179,27 @@ class Checkpoint(Mapping[str, Tensor]):
 
     @property
     def runs_in_high_precision(self) -> bool:
-        """Whether a quantized directory runs in high precision: only its cache is FP8, or its weights are in MX
-        blocks."""
-        quantization = self.quantization
-        return quantization is not None and (not quantization.groups or isinstance(self.shards, Widened))
+        """Whether a quantized directory runs in high precision: only its cache is FP8, or matrices that are no layers,
+        or its weights are in MX blocks."""
+        quantization, no_layers = self.quantization, bool(self.fp8_matrices) and not self.fp8_linears
+        return quantization is not None and (not quantization.groups or no_layers or isinstance(self.shards, Widened))
 
     def scale_key(self, owner: str, role: interop.Role) -> str | None:
         """The tensor in the file that holds this scale."""
         return self._scales.get(ScaleKey(owner, role))
 
     def stored(self, linear: str) -> StoredLinear | None:
-        """The FP8 linear of that name, or None when its weight is in high precision. ModelError: bad scales."""
+        """The FP8 linear or other matrix of that name, or None when it is in high precision. ModelError: bad scales."""
         name = f"{linear}.weight"
         if name not in self.shards.entries or self.shards.entries[name].dtype is not torch.float8_e4m3fn:
             return None
         if self.quantization is None:
             raise ModelError(f"{self.path}: {name} is FP8 but config.json has no quantization_config.")
-        spec = self.quantization.scheme_of(linear).input_spec
+        is_embedding = linear in self._embeddings
+        spec = UNQUANTIZED if is_embedding else self.quantization.scheme_of(linear).input_spec
         key = self._scales[ScaleKey(linear, "weight")]
         scale_inv = interop.weight_scale_inv(key, self.shards[key], *self.shapes[name])
-        return StoredLinear(self.shards[name], scale_inv, self._input_scale(linear, spec), spec)
+        return StoredLinear(self.shards[name], scale_inv, self._input_scale(linear, spec), spec, is_embedding)
 
     def _input_scale(self, linear: str, spec: QuantSpec) -> Tensor | None:
         key = self.scale_key(linear, "input")
@@ -213,6 +230,16 @@ def open_checkpoint(model_dir: Path | str) -> Checkpoint:
     shards = _by_module(shards, config)
     _check_number_of_experts(path, config, shards)
     return Checkpoint(path, config, widened(shards), quantization, left_out)
+
+
+def matrices_note(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """A sentence for the owner of a model with FP8 matrices that are no layers; empty where there are none."""
+    names = checkpoint.fp8_matrices
+    if not names:
+        return ()
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    named = ", ".join(names[:2]) if more else " and ".join(names)
+    return (f"{named}{more} {'is' if len(names) == 1 else 'are'} stored in FP8 and computed in BF16.",)
 
 
 def _check_number_of_experts(path: Path, config: AnyConfig, shards: Shards) -> None:

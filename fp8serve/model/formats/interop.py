@@ -35,8 +35,8 @@ from fp8serve.errors import ModelError, shown
 from fp8serve.fp8.spec import UNQUANTIZED, WEIGHTS, Granularity, QuantSpec, listed
 from fp8serve.model.formats import torchao
 from fp8serve.model.formats.microscaling import BLOCK as MX_BLOCK
+from fp8serve.model.formats.targets import CLASS, matches
 from fp8serve.model.formats.targets import checked as checked_targets
-from fp8serve.model.formats.targets import matches
 from fp8serve.model.storage.fields import Fields
 from fp8serve.model.storage.files import present, read_json
 
@@ -101,12 +101,18 @@ class Quantization:
     ignore: tuple[str, ...]
     producer: str
 
+    def find_scheme(self, linear: str) -> Scheme | None:
+        """The scheme of the group that claims the layer, None where none does. A name counts more than a class."""
+        claims = [(target, scheme) for targets, scheme in self.groups for target in targets if matches(target, linear)]
+        named = (scheme for target, scheme in claims if target != CLASS)
+        return next(named, claims[0][1] if claims else None)
+
     def scheme_of(self, linear: str) -> Scheme:
         """ModelError when no group claims the layer, though its weight is FP8."""
-        for targets, scheme in self.groups:
-            if any(matches(target, linear) for target in targets):
-                return scheme
-        raise ModelError(f"{linear} has FP8 weights but quantization_config has no group for it.")
+        scheme = self.find_scheme(linear)
+        if scheme is None:
+            raise ModelError(f"{linear} has FP8 weights but quantization_config has no group for it.")
+        return scheme
 
 
 @dataclass(frozen=True)
@@ -234,7 +240,7 @@ def _fp8(config: Fields) -> Quantization:
         raise _unsupported("fp8", "scale_fmt", rounding)
     if rounding == "ue8m0" and kind == "dynamic":
         inputs = replace(inputs, scale_format="power_of_2")
-    return Quantization(((("Linear",), Scheme("fp8", inputs)),), _fp8_ignored(config), "fp8")
+    return Quantization((((CLASS,), Scheme("fp8", inputs)),), _fp8_ignored(config), "fp8")
 
 
 def _fp8_ignored(config: Fields) -> tuple[str, ...]:
@@ -258,17 +264,17 @@ def _modelopt(config: Fields) -> Quantization:
     known = {name: inputs for name, (inputs, _) in MODELOPT.items()} | dict.fromkeys(MX, UNQUANTIZED)
     if algo is None or algo.upper() not in known:
         raise _unsupported("modelopt", "quant_algo", algo)
-    return Quantization(((("Linear",), Scheme("modelopt", known[algo.upper()])),), ignore, "modelopt")
+    return Quantization((((CLASS,), Scheme("modelopt", known[algo.upper()])),), ignore, "modelopt")
 
 
 def _fbgemm(config: Fields) -> Quantization:
     """Meta's releases: a scale per output channel and per token, which `activation_scale_ub` only bounds."""
-    return Quantization(((("Linear",), Scheme("fbgemm_fp8", PER_TOKEN)),), _fp8_ignored(config), "fbgemm_fp8")
+    return Quantization((((CLASS,), Scheme("fbgemm_fp8", PER_TOKEN)),), _fp8_ignored(config), "fbgemm_fp8")
 
 
 def _torchao(config: Fields) -> Quantization:
     inputs = torchao.input_spec(config.anything("quant_type"), partial(_unsupported, torchao.METHOD))
-    return Quantization(((("Linear",), Scheme(torchao.METHOD, inputs)),), _fp8_ignored(config), torchao.METHOD)
+    return Quantization((((CLASS,), Scheme(torchao.METHOD, inputs)),), _fp8_ignored(config), torchao.METHOD)
 
 
 _READERS = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "fbgemm_fp8": _fbgemm, "modelopt": _modelopt,

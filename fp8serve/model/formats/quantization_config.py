@@ -4,7 +4,7 @@ Layouts are those of compressed-tensors (as llm-compressor writes it), of vLLM's
 compressed-tensors' reader refuses unknown keys, so we add none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,24 +13,53 @@ from fp8serve.fp8.recipe import Recipe, name_of
 from fp8serve.fp8.spec import QuantSpec
 from fp8serve.model.formats.file_formats import FORMATS
 from fp8serve.model.formats.interop import CT_INPUTS, CT_WEIGHTS, MODELOPT
+from fp8serve.model.formats.targets import CLASS
 
 IGNORED = ["lm_head"]
+Specs = tuple[QuantSpec | None, QuantSpec]  # of inputs, which an embedding lacks, and of the weight
+NOTHING: Mapping[str, Specs] = {}
 
 
-def quantization_files(format_: str, recipe: Recipe, kv_cache: bool, kept: Sequence[str] = ()) -> dict[str, Any]:
+def quantization_files(
+    format_: str,
+    recipe: Recipe,
+    kv_cache: bool,
+    kept: Sequence[str] = (),
+    matrices: Mapping[str, Specs] = NOTHING,
+) -> dict[str, Any]:
     """{"quantization_config": for config.json, further file names: their JSON}. ModelError: the format cannot express
     it.
 
-    kept: linears in high precision, routers among them, apart from the output layer.
+    kept: linears in high precision, routers among them, apart from the output layer. matrices: how the inputs and the
+    weight of each FP8 matrix that is not one of the recipe's layers are quantized, by name.
     """
-    ignored = [*IGNORED, *kept]
+    ignored = [name for name in (*IGNORED, *kept) if name not in matrices]
     if format_ not in FORMATS:
         raise ModelError(f"The format {format_!r} does not exist; choose one of {', '.join(FORMATS)}.")
     if format_ == "compressed-tensors":
-        return {"quantization_config": _compressed_tensors(recipe, kv_cache, ignored)}
+        return {"quantization_config": _compressed_tensors(recipe, kv_cache, ignored, matrices)}
+    _check_alike(format_, recipe, matrices)
     if format_ == "modelopt":
         return _modelopt(recipe, kv_cache, ignored)
     return {"quantization_config": _fp8(recipe, ignored)}
+
+
+def _check_alike(format_: str, recipe: Recipe, matrices: Mapping[str, Specs]) -> None:
+    """ModelError where one matrix is not quantized as the layers are, in a format that describes all of them at
+    once."""
+    layers = recipe.specs.linear
+    for name, (inputs, weight) in matrices.items():
+        differs = inputs is not None and _kind(inputs) != _kind(layers["input"])
+        if differs or weight.granularity != layers["weight"].granularity:
+            raise ModelError(
+                f"The format {format_!r} cannot express that {name} is in FP8 and scaled otherwise than the layers; "
+                "write compressed-tensors."
+            )
+
+
+def _kind(inputs: QuantSpec) -> tuple[Any, ...]:
+    """What these formats distinguish."""
+    return inputs.element, inputs.at_rest().source, inputs.is_blocked
 
 
 def _ct_args(strategy: str, dynamic: bool, observer: str | None, **sizes: Any) -> dict[str, Any]:
@@ -50,26 +79,35 @@ def _ct_args(strategy: str, dynamic: bool, observer: str | None, **sizes: Any) -
     }
 
 
-def _compressed_tensors(recipe: Recipe, kv_cache: bool, ignored: list[str]) -> dict[str, Any]:
-    weight, inputs = recipe.specs.linear["weight"], recipe.specs.linear["input"]
-    block = list(weight.block) if weight.is_blocked else None
-    strategy = CT_WEIGHTS[weight.granularity]
+def _compressed_tensors(
+    recipe: Recipe, kv_cache: bool, ignored: list[str], matrices: Mapping[str, Specs]
+) -> dict[str, Any]:
+    groups: dict[Specs, list[str]] = {}
+    for name, specs in matrices.items():
+        groups.setdefault(specs, []).append(name)
+    layers = _ct_group([CLASS], (recipe.specs.linear["input"], recipe.specs.linear["weight"]))
     return {
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": _ct_args(strategy, False, "memoryless_minmax", block_structure=block),
-                "input_activations": _ct_inputs(inputs) if inputs.is_fp8 else None,
-                "output_activations": None,
-                "format": "float-quantized",
-            }
-        },
+        "config_groups": {"group_0": layers}
+        | {f"group_{i}": _ct_group(names, specs) for i, (specs, names) in enumerate(groups.items(), 1)},
         "quant_method": "compressed-tensors",
         "kv_cache_scheme": _ct_args("tensor", False, "memoryless_minmax") if kv_cache else None,
         "format": "float-quantized",
         "quantization_status": "compressed",
         "global_compression_ratio": None,
         "ignore": ignored,
+    }
+
+
+def _ct_group(targets: list[str], specs: Specs) -> dict[str, Any]:
+    inputs, weight = specs
+    block = list(weight.block) if weight.is_blocked else None
+    strategy = CT_WEIGHTS[weight.granularity]
+    return {
+        "targets": targets,
+        "weights": _ct_args(strategy, False, "memoryless_minmax", block_structure=block),
+        "input_activations": _ct_inputs(inputs) if inputs is not None and inputs.is_fp8 else None,
+        "output_activations": None,
+        "format": "float-quantized",
     }
 
 

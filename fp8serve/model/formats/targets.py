@@ -13,6 +13,7 @@ from typing import Annotated
 
 from fp8serve.errors import ModelError, shown
 
+CLASS = "Linear"  # the one class that is quantized
 _PREFIX = "re:"
 MAX_TARGETS, MAX_EXPRESSIONS, MAX_EXPRESSION_CHARS = 10_000, 100, 1_000  # a hundred times what published files hold
 
@@ -35,7 +36,7 @@ def matches(target: str, linear: str) -> bool:
     """Whether `target` names the layer `linear`. ModelError: it is not a regular expression that can be read."""
     if target.startswith(_PREFIX):
         return _expression(target.removeprefix(_PREFIX))(linear)
-    return target in ("Linear", linear) or linear.endswith(f".{target}") or fnmatch.fnmatchcase(linear, target)
+    return target in (CLASS, linear) or linear.endswith(f".{target}") or fnmatch.fnmatchcase(linear, target)
 
 
 @lru_cache(maxsize=256)

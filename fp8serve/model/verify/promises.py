@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from fp8serve.model.formats.interop import BLOCKED_INPUT, Scheme
-from fp8serve.model.formats.targets import matches
+from fp8serve.model.formats.targets import CLASS, matches
 from fp8serve.model.verify.finding import Finding, error, warning
-from fp8serve.model.verify.subject import KV, Subject
+from fp8serve.model.verify.subject import KV, Subject, is_embedding
 
 BLOCK = 128  # rows and columns of a weight that share a scale
 _CONFIG = "quantization_config"
@@ -53,7 +53,7 @@ def input_scales(subject: Subject) -> Iterator[Finding]:
         scheme, key = _scheme(subject, owner), subject.scale_of(owner, "input")
         if scheme is None:
             continue
-        is_static = scheme.input_spec.source == "stored"
+        is_static = scheme.input_spec.source == "stored" and not is_embedding(owner)
         if is_static and key is None:
             what = f"has no input_scale, though {_CONFIG} says that inputs are static"
             yield error("missing", owner, what, "calibrate the model, or choose dynamic inputs")
@@ -85,7 +85,7 @@ def _is_left_out(owner: str, targets: tuple[str, ...]) -> bool:
     """By its own name, or by that of a module around it: "model.vision_tower" is all of it, however it is wrapped."""
     parts = f".{owner}."
     around = (f".{target.removeprefix('model.')}." in parts for target in targets)
-    return any(around) or any(matches(target, owner) for target in targets if target != "Linear")
+    return any(around) or any(matches(target, owner) for target in targets if target != CLASS)
 
 
 def _has_blocks(subject: Subject) -> bool:
@@ -95,7 +95,4 @@ def _has_blocks(subject: Subject) -> bool:
 
 def _scheme(subject: Subject, owner: str) -> Scheme | None:
     """The configuration of the layer; None: there is none, which other checks report."""
-    for targets, scheme in () if subject.quantization is None else subject.quantization.groups:
-        if any(matches(target, owner) for target in targets):
-            return scheme
-    return None
+    return None if subject.quantization is None else subject.quantization.find_scheme(owner)

@@ -31,6 +31,8 @@ AGAIN = "download or write it again"
 # For a stack of experts: the suffix of a scale's name, and what it scales.
 _STACKED: dict[str, Role] = {"_activation_scale": "input", "_input_scale": "input", "_scale_inv": "weight",
                              "_scale": "weight"}  # fmt: skip
+_EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "wpe", "word_embeddings", "position_embeddings", "tok_embeddings",
+               "token_type_embeddings")  # fmt: skip
 _IGNORED = (".input_scale_ub",)  # a bound on the scales of tokens, which are computed dynamically
 
 
@@ -128,6 +130,11 @@ def _classified(key: str) -> tuple[ScaleKey | None, bool]:
         return interop.classify(key), False
     except ModelError:
         return None, True
+
+
+def is_embedding(owner: str) -> bool:
+    """Whether the matrix is a table of vectors by its name, which has no inputs to quantize."""
+    return owner.rpartition(".")[2] in _EMBEDDINGS
 
 
 def granularity(scale: tuple[int, ...], weight: tuple[int, ...]) -> Granularity | None:
