@@ -37,15 +37,3 @@ def ends_when_asked() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def without_interrupts() -> Iterator[None]:
-    """Processes started in the block never get SIGINT: Ctrl-C reaches the whole group, and is their owner's to handle,
-    also while they still import what would ignore it. Their owner's own is delayed at most.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -21,6 +20,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from fp8serve.errors import MachineError
+from fp8serve.processes import module_command
 
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _STOP_SECONDS = 60.0  # the server's own drain takes at most 30
@@ -37,7 +37,7 @@ class RunningServer:
     def __init__(self, model: Path, options: Sequence[str] = (), *, log: Path, ready_seconds: float = 600.0) -> None:
         self.log = log
         self.ready_seconds = ready_seconds
-        self._command = [sys.executable, "-m", "fp8serve.cli", "serve", str(model), *options]
+        self._command = module_command("fp8serve.cli", "serve", str(model), *options)
 
     def __enter__(self) -> Self:
         with self.log.open("wb") as log, listen() as listener:

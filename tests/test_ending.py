@@ -69,7 +69,7 @@ def test_a_command_that_is_still_imported_ends_by_the_signal_itself(tmp_path: Pa
 
 SPARED = """
 import subprocess, sys
-from fp8serve.ending import without_interrupts
+from fp8serve.processes import without_interrupts
 raised = "import signal; signal.raise_signal(signal.SIGINT); print('went on', flush=True)"
 with without_interrupts():
     subprocess.run([sys.executable, "-c", raised])

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,14 @@ import fp8serve
 
 ROOT = Path(__file__).resolve().parent.parent
 ALLOWED = {
-    "fp8": {"fp8", "errors", "options"},
-    "model": {"model", "fp8", "errors", "options"},
-    "engine": {"engine", "model", "fp8", "errors", "options", "ending", "logs"},
+    "fp8": {"fp8", "errors", "options", "processes"},
+    "model": {"model", "fp8", "errors", "options", "processes"},
+    "engine": {"engine", "model", "fp8", "errors", "options", "processes", "ending", "logs"},
     "calibration": {"calibration", "model", "fp8", "errors", "options", "ranks"},
-    "train": {"train", "model", "fp8", "errors", "options", "ending", "ranks"},
+    "train": {"train", "model", "fp8", "errors", "options", "processes", "ending", "ranks"},
     "client": {"client", "errors"},
     "chat": {"chat", "client", "engine", "model", "errors", "options", "terminal"},
-    "server": {"server", "engine", "train", "model", "fp8", "errors", "options", "ending", "logs"},
+    "server": {"server", "engine", "train", "model", "fp8", "errors", "options", "processes", "ending", "logs"},
 }
 MORE = {"fp8serve.train.methods.grpo.rollouts": {"engine"}}
 """A policy is trained on what a server says, so that one module of training runs one."""
@@ -59,6 +60,7 @@ NOTHING_OF_OURS = {
     "fp8serve.errors",
     "fp8serve.ending",
     "fp8serve.options",
+    "fp8serve.processes",
 }
 FOUNDATIONS = ("fp8serve.errors", "fp8serve.options")
 MADE_OF = ("fp8serve.fp8.spec", "fp8serve.fp8.amax_rules")  # what a recipe is made of; NOTHING_OF_OURS, too
@@ -74,6 +76,7 @@ NO_TORCH = {
 }
 
 
+@cache
 def sources() -> dict[str, Path]:
     """Every module by its installed name."""
     homes = {"fp8serve": ROOT / "fp8serve", "fp8serve.calibration": ROOT / "calibrate"}

@@ -15,7 +15,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import tempfile
 from asyncio.subprocess import Process
 from base64 import b64decode
@@ -25,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve import errors
-from fp8serve.ending import without_interrupts
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.request import EngineLimits, Request
 from fp8serve.errors import Fp8ServeError, MachineError, RequestError
 from fp8serve.logs import LogFormat
+from fp8serve.processes import module_command, signal_name, without_interrupts
 
 MAX_LINE = 2**26  # bytes; a prompt of a million tokens is about 8 million
 CLOSE_SECONDS = 5.0
@@ -325,12 +324,9 @@ async def _spawn(model_dir: Path, options: EngineOptions, log_format: LogFormat)
 async def _spawned(
     path: str, model_dir: Path, told: list[str], connected: asyncio.Future[Connection]
 ) -> tuple[Process, Connection]:
-    # -P: a file in the current directory must not become a module of the worker
-    command = ["-P", "-m", "fp8serve.engine.worker", "--model", str(model_dir), "--socket", path]
+    command = module_command("fp8serve.engine.worker", "--model", str(model_dir), "--socket", path, *told)
     with without_interrupts():
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, *command, *told, stdin=asyncio.subprocess.DEVNULL
-        )
+        process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
     ended = asyncio.create_task(process.wait())
     try:
         await asyncio.wait((connected, ended), return_when=asyncio.FIRST_COMPLETED)
@@ -359,5 +355,5 @@ def _ending(status: int) -> str:
             "model), or by somebody."
         )
     if status < 0:
-        return f"The engine process was ended by signal {signal.Signals(-status).name}."
+        return f"The engine process was ended by signal {signal_name(-status)}."
     return "The engine process has ended." if status == 0 else f"The engine process failed with exit status {status}."

@@ -24,6 +24,7 @@ from typing import Any
 
 from fp8serve.ending import end_process
 from fp8serve.errors import GroupError
+from fp8serve.processes import module_command
 
 MAX_RESTARTS = 3
 STOP_SECONDS = 600  # for the current step and a checkpoint; ranks that take longer are killed
@@ -45,9 +46,9 @@ def run_group(count: int, function: str, arguments: Sequence[str]) -> int | None
     _only_log_errors("torch.distributed.elastic")
     with tempfile.TemporaryDirectory(prefix="fp8serve-") as folder:
         status = Path(folder) / "status"
-        rank = ("-P", "-m", "fp8serve.train.group", str(os.getpid()), str(status), function, *arguments)
+        rank = module_command("fp8serve.train.group", str(os.getpid()), str(status), function, *arguments)
         try:
-            elastic_launch(_launch_config(count, folder), sys.executable)(*rank)
+            elastic_launch(_launch_config(count, folder), rank[0])(*rank[1:])
         except SignalException:
             pass
         except ChildFailedError as error:

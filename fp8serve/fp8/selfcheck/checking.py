@@ -10,7 +10,6 @@ import os
 import queue
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -24,8 +23,9 @@ import torch
 
 from fp8serve.fp8.selfcheck.machine import Machine
 from fp8serve.fp8.selfcheck.verdict import Finding, Verdict
+from fp8serve.processes import module_command, module_path
 
-CHILD = (sys.executable, "-P", "-m", "fp8serve.fp8.selfcheck.child")
+CHILD = module_command("fp8serve.fp8.selfcheck.child")
 KERNEL_SECONDS = 120.0  # for a kernel, and for a child to begin: a chip may have to compile its code first
 ALL_SECONDS = 900.0
 Progress = Callable[[str], None]
@@ -82,7 +82,7 @@ def _one_child(device: torch.device, state: _State, progress: Progress, end: flo
 
 def _started(errors: IO[str]) -> subprocess.Popen[str]:
     """A child that finds our modules where this process has found them. OSError when there can be none."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = {**os.environ, "PYTHONPATH": module_path()}
     return subprocess.Popen(
         CHILD, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment,
         start_new_session=True,

@@ -6,14 +6,14 @@ transformers_backend/__main__.py; it is started once for each model, takes secon
 
 import json
 import subprocess
-import sys
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 from fp8serve.errors import ModelError
+from fp8serve.processes import module_command
 
-_PROGRAM = "fp8serve.model.transformers_backend"
+_COMMAND = module_command("fp8serve.model.transformers_backend")
 _SECONDS = 300.0
 
 
@@ -27,9 +27,8 @@ def ask(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> di
 
 @cache
 def _asked(question: str) -> bytes:
-    command = [sys.executable, "-m", _PROGRAM]
     try:
-        done = subprocess.run(command, input=question.encode(), capture_output=True, timeout=_SECONDS, check=True)
+        done = subprocess.run(_COMMAND, input=question.encode(), capture_output=True, timeout=_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError) as problem:
         why = (getattr(problem, "stderr", None) or b"").decode(errors="replace").strip().rpartition("\n")[2]
         raise ModelError(f"The process that builds transformers' class failed: {why[:300] or problem}.") from problem

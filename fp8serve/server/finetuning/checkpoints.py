@@ -7,17 +7,17 @@ until the job is deleted. The export needs torch, which the server's process doe
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+from fp8serve.processes import describe_exit, module_command
 from fp8serve.server.faults import Code, Fault, safe_text
 from fp8serve.server.finetuning.job_records import Event, Job
 from fp8serve.server.finetuning.job_runner import JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
 
 _NAME = re.compile(r"(.+):ckpt-step-([0-9]{1,9})")
-EXPORT = (sys.executable, "-P", "-m", "fp8serve.train.export")
+EXPORT = module_command("fp8serve.train.export")
 
 
 def checkpoint_name(of: str, step: int) -> str:
@@ -78,5 +78,5 @@ def _folder(runner: JobRunner, job: Job, step: int) -> Path:
 def _export(checkpoint: Path, out: Path) -> None:
     done = subprocess.run([*EXPORT, str(checkpoint), str(out)], capture_output=True, text=True, check=False)
     if done.returncode and not out.is_dir():  # another request may have made it meanwhile
-        said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        said = (done.stderr.strip().splitlines() or [describe_exit(done.returncode)])[-1]
         raise Fault(Code.JOB_STATE, f"No model can be made of the checkpoint: {safe_text(said)}")

@@ -11,10 +11,10 @@ import asyncio
 import contextlib
 import logging
 import shutil
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+from fp8serve.processes import describe_exit, module_command
 from fp8serve.server.faults import safe_text
 from fp8serve.server.finetuning.job_records import Job
 from fp8serve.server.finetuning.job_store import JobStore
@@ -23,7 +23,6 @@ from fp8serve.server.finetuning.training_process import (
     EXIT_STOPPED,
     POLL_SECONDS,
     TrainingProcess,
-    describe_exit,
     lock_is_held,
 )
 from fp8serve.server.tasks import cancel
@@ -32,8 +31,7 @@ from fp8serve.train.job_process import job_config
 
 log = logging.getLogger("fp8serve.server")
 
-# -P: a file in the current directory must not become a module of the worker
-WORKER = (sys.executable, "-P", "-m", "fp8serve.train.job_process")
+WORKER = module_command("fp8serve.train.job_process")
 CANCEL_SECONDS = 60.0
 ERROR_SECONDS = 5.0
 MAX_CRASHES = 3

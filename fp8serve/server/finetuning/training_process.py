@@ -22,15 +22,6 @@ NICE = 10
 EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 1, 2, 3
 
 
-def describe_exit(code: int | None) -> str:
-    """A process's end in words."""
-    if code is None:
-        return "its exit status is unknown"
-    if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    return f"exit status {code}"
-
-
 class TrainingProcess:
     """A job's process: one we started, or one that outlived an earlier front and is only followed."""
 

@@ -12,22 +12,21 @@ import contextlib
 import json
 import signal
 import socket
-import sys
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from fp8serve import errors
-from fp8serve.ending import without_interrupts
 from fp8serve.errors import Fp8ServeError, MachineError
 from fp8serve.logs import LogFormat
+from fp8serve.processes import describe_exit, module_command, without_interrupts
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.parsing.parser_process import FRAME, Answer, Head, pack
 
 SHORT = 1 << 13
 """Characters or bytes that are read where they arrive."""
-COMMAND = (sys.executable, "-P", "-m", "fp8serve.server.parsing.parser_process")
+COMMAND = module_command("fp8serve.server.parsing.parser_process")
 WAIT_SECONDS = 60.0
 """Seconds beyond its processor time after which a parser process that does not answer counts as hung."""
 
@@ -186,7 +185,7 @@ def _gone(head: Head, status: int | None) -> Exception:
     return MachineError(
         "The process that reads requests did not answer."
         if status is None
-        else f"The process that reads requests ended with status {status}."
+        else f"The process that reads requests ended ({describe_exit(status)})."
     )
 
 

@@ -6,16 +6,16 @@ puts the directory in place, whole or not at all (model/rolled.py). It goes on i
 
 import asyncio
 import json
-import sys
 import tempfile
 from asyncio.subprocess import DEVNULL, PIPE
 from pathlib import Path
 
 from fp8serve.errors import Fp8ServeError, MachineError, RequestError, TakenError
+from fp8serve.processes import module_command
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.serving.served import Served
 
-COMMAND = (sys.executable, "-P", "-m", "fp8serve.model.rolled")
+COMMAND = module_command("fp8serve.model.rolled")
 
 
 class RolledScales:

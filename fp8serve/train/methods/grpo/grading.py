@@ -10,7 +10,6 @@ import math
 import os
 import select
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -21,11 +20,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fp8serve.errors import JobError, one_line, shown
+from fp8serve.processes import describe_exit, module_command
 from fp8serve.train.config import TrainConfig
 
 MAX_REPLY = 16 << 20  # bytes
 TRIES, PAUSE = 3, 1.0  # of a URL, seconds
-_PROCESS = "fp8serve.train.methods.grpo.reward_process"
+_COMMAND = module_command("fp8serve.train.methods.grpo.reward_process")
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class FileGrader:
             raise JobError(f"There is no reward file {file}; name a Python file with a function `reward`.")
         self._file, self.seconds = file, seconds
         self._process = subprocess.Popen(
-            [sys.executable, "-m", _PROCESS, str(file)],
+            [*_COMMAND, str(file)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         self._unread = b""
@@ -104,7 +104,7 @@ class FileGrader:
                 raise JobError(f"reward in {self._file} took more than {self.seconds:g} seconds {when}.")
             if not (more := os.read(stdout.fileno(), 1 << 16)):
                 self.close()
-                raise JobError(f"The process of {self._file} ended {when} (exit status {self._process.returncode}).")
+                raise JobError(f"The process of {self._file} ended {when} ({describe_exit(self._process.returncode)}).")
             self._unread += more
         line, _, self._unread = self._unread.partition(b"\n")
         return dict(json.loads(line))

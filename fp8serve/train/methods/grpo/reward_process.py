@@ -2,7 +2,7 @@
 
 Lines of JSON: out {"ready": true} or {"error"}; then for each line in, {"prompt", "completion", "row"}, one out,
 {"reward"} or {"error"}. What the user's code prints goes to standard error. The process ends when its standard input
-does, even in the middle of a call.
+does, even in the middle of a call. The file finds modules that lie beside it, as a script would (docs/training.md).
 """
 
 import json
@@ -21,7 +21,7 @@ def main(file: Path) -> None:
     os.dup2(2, 1)
     inbox: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_read, args=(inbox,), daemon=True).start()
-    sys.path.insert(0, str(file.resolve().parent))
+    sys.path.insert(0, str(file.resolve().parent))  # its neighbours, and nothing of the current directory
     try:
         reward = runpy.run_path(str(file), run_name="reward").get("reward")
         if not callable(reward):

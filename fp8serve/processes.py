@@ -1,0 +1,57 @@
+"""Child processes of this project: the command that starts one, and how its end is described.
+
+A child is always a module of this package. Its command is made here and nowhere else, because of `-P`: without it,
+Python puts the current directory first on `sys.path`, and a server that was started inside a downloaded model's
+directory would run that directory's `json.py`. `tests/test_processes.py` finds every other start in the tree.
+
+`python -m fp8serve` itself has that fault, and no code of ours can mend it, because Python imports modules from the
+current directory before it imports ours. `__main__.py` removes the directory from `sys.path` for everything later. The
+command `fp8serve` and `python -P -m fp8serve` never look there.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+
+
+def module_command(module: str, *arguments: str) -> tuple[str, ...]:
+    """The command that runs `module` of this package in a Python process like this one."""
+    return (sys.executable, "-P", "-m", module, *arguments)
+
+
+def module_path() -> str:
+    """PYTHONPATH of a child that must find the modules that this process finds. The current directory is left out where
+    Python added it, as `python -m` and an interactive Python do."""
+    with contextlib.suppress(FileNotFoundError):  # there is no current directory
+        if not sys.flags.safe_path and sys.path[0] == os.getcwd():
+            return os.pathsep.join(filter(None, sys.path[1:]))
+    return os.pathsep.join(filter(None, sys.path))
+
+
+@contextlib.contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Processes started in the block never get SIGINT: Ctrl-C reaches the whole group, and is their owner's to handle,
+    also while they still import what would ignore it. Their owner's own is delayed at most.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def describe_exit(status: int | None) -> str:
+    """How a process ended, in words. status: as `subprocess` gives it, below 0 for a signal; None: unknown."""
+    if status is None:
+        return "its exit status is unknown"
+    return f"killed by {signal_name(-status)}" if status < 0 else f"exit status {status}"
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal, such as SIGKILL. Realtime signals have numbers only."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

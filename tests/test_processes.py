@@ -1,0 +1,144 @@
+"""Every child process is started through fp8serve/processes.py, and none runs what lies in the current directory."""
+
+import ast
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8serve.errors import ModelError
+from fp8serve.model.config.asking import ask
+from fp8serve.processes import describe_exit, module_command, module_path
+from fp8serve.train.methods.grpo.grading import Answer, FileGrader
+from tests.patience import PATIENCE
+from tests.test_imports import sources
+
+HOME = "fp8serve.processes"
+REWARD = "fp8serve.train.methods.grpo.reward_process"  # runs the user's file in its own process
+OTHER_STARTS = {
+    "fp8serve.bench.provenance": "git",
+    "fp8serve.bench.quality_peers": "a command that the user gives",
+    "fp8serve.doctor": "compilers and nvidia-smi",
+    "fp8serve.server.finetuning.training_process": "the command that job_runner makes",
+}
+"""Modules that start a process and do not make its command by `module_command`."""
+START = re.compile(
+    r"(subprocess|pty|multiprocessing)(\..*)?|concurrent\.futures\.ProcessPoolExecutor|asyncio\.(subprocess|create_sub.*)"
+    r"|os\.(system|popen|fork|forkpty|exec.*|spawn.*|posix_spawn.*)|torch\.multiprocessing(\.spawn|\.start_processes)?"
+    r"|runpy\..*|torch\.distributed\.launcher\..*"
+)
+MARK = "run from the current directory"
+
+
+def names(module: str) -> Iterator[str]:
+    """Dotted names that a module imports or mentions, such as os.system."""
+    for node in ast.walk(ast.parse(sources()[module].read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            yield ast.unparse(node)
+
+
+@pytest.mark.parametrize("module", sorted(sources().keys() - {HOME}))
+def test_python_is_started_in_one_place(module: str) -> None:
+    used = set(names(module))
+    assert "sys.executable" not in used, f"{module} starts Python: use fp8serve.processes.module_command"
+    starts = {name for name in used if START.fullmatch(name)}
+    if starts and module not in OTHER_STARTS and module != REWARD:
+        assert f"{HOME}.module_command" in used, f"{module} uses {sorted(starts)} without module_command"
+
+
+def child_modules() -> set[str]:
+    """The modules that `module_command` is called with."""
+    calls = (
+        node.args[0]
+        for path in sources().values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "module_command"
+    )
+    return {str(argument.value) for argument in calls if isinstance(argument, ast.Constant)}
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a module of every name that a process may import."""
+    folder = tmp_path_factory.mktemp("hostile")
+    others = {"torch", "numpy", "transformers", "tokenizers", "safetensors", "pydantic", "typer", "fastapi"}
+    for name in (sys.stdlib_module_names | others) - {"sys"}:
+        (folder / f"{name}.py").write_text(f"import os; os.write(2, b'{MARK}'); os._exit(97)")
+    return folder
+
+
+@pytest.mark.parametrize("module", sorted(child_modules()))
+def test_a_child_runs_nothing_of_the_current_directory(module: str, hostile: Path) -> None:
+    done = subprocess.run(
+        module_command(module), cwd=hostile, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert MARK not in done.stderr
+
+
+def test_every_child_is_known() -> None:
+    assert len(child_modules()) == 10
+
+
+def test_the_question_about_a_config_runs_nothing_of_the_current_directory(
+    hostile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child of `POST /finetune/validate`."""
+    monkeypatch.chdir(hostile)
+    with pytest.raises(ModelError) as refused:
+        ask({"model_type": "no such type", "marker": os.fspath(hostile)}, {}, "config.json")
+    assert MARK not in str(refused.value)
+    assert "no such type" in str(refused.value)
+
+
+def test_a_reward_file_finds_its_neighbours_and_nothing_of_the_current_directory(
+    hostile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "neighbour.py").write_text("VALUE = 0.5")
+    file = tmp_path / "reward.py"
+    file.write_text("import csv, neighbour\ndef reward(prompt, completion, row):\n    return neighbour.VALUE\n")
+    monkeypatch.chdir(hostile)
+    grader = FileGrader(file, PATIENCE)
+    try:
+        assert grader.rewards([Answer("1+1", "2", {}, "file:1")]) == [0.5]
+    finally:
+        grader.close()
+
+
+@pytest.mark.parametrize("name", ["typer", "logging", "traceback", "torch"])
+def test_the_package_as_a_program_leaves_the_current_directory(name: str, tmp_path: Path) -> None:
+    """As far as it can: processes.py says what Python imports before."""
+    (tmp_path / f"{name}.py").write_text(f"import os; os.write(2, b'{MARK}'); os._exit(97)")
+    command = [sys.executable, "-m", "fp8serve", "--version"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_modules_of_this_process_are_found_without_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags: Any = type("flags", (), {"safe_path": False})
+    monkeypatch.setattr(sys, "flags", flags)
+    for first in ("", str(tmp_path)):
+        monkeypatch.setattr(sys, "path", [first, "/a", "/b"])
+        assert module_path() == "/a:/b"
+    monkeypatch.setattr(flags, "safe_path", True)  # it is there because somebody put it there
+    assert module_path() == f"{tmp_path}:/a:/b"
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [(0, "exit status 0"), (-signal.SIGKILL, "killed by SIGKILL"), (-40, "killed by signal 40"), (None, "unknown")],
+)
+def test_the_end_of_a_process_in_words(status: int | None, words: str) -> None:
+    assert words in describe_exit(status)
