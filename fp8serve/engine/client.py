@@ -2,8 +2,8 @@
 
 `EngineClient.start` listens on an AF_UNIX socket (mode 0600, in a private directory), spawns `worker.py`, which
 connects to it, and waits for the first message: ready, or one sentence that says why not. From then on one task reads
-lines and hands each to the caller that waits for it. When the process dies for any reason, every request in flight ends
-with finish_reason "error" and a sentence, and nothing waits for ever.
+lines and hands each to the caller that waits for it. When the process dies for any reason, or sends what cannot be
+read, every request in flight ends with finish_reason "error" and a sentence, and nothing waits for ever.
 
 Nothing is ever unpickled: requests and outputs are JSON of plain dataclasses.
 """
@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import logging
 import os
 import shutil
 import signal
@@ -19,19 +20,22 @@ import tempfile
 from asyncio.subprocess import Process
 from base64 import b64decode
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fp8serve import errors
 from fp8serve.engine.options import EngineOptions
-from fp8serve.engine.output import RequestOutput
+from fp8serve.engine.output import RequestOutput, TokenLogprob
 from fp8serve.engine.request import EngineLimits, Request
 from fp8serve.errors import Fp8ServeError, MachineError, RequestError
 from fp8serve.logs import LogFormat
 from fp8serve.processes import module_command, signal_name, without_interrupts
 
-MAX_LINE = 2**26  # bytes; a prompt of a million tokens is about 8 million
+log = logging.getLogger("fp8serve.server")
+
+MAX_LINE = 2**26  # bytes of a message from the engine; worker.py says what it divides
+LONG_LINE = 2**16  # bytes of a message after which other tasks get their turn
 CLOSE_SECONDS = 5.0
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -44,6 +48,7 @@ class _Stream:
     request: Request
     arrived: asyncio.Queue[RequestOutput | Fp8ServeError] = field(default_factory=asyncio.Queue)
     num_generated: int = 0
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of pieces that have arrived
 
 
 class EngineClient:
@@ -57,6 +62,7 @@ class EngineClient:
         self._reader, self._writer = connection
         self._streams: dict[str, _Stream] = {}
         self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._partial_replies: dict[int, list[Any]] = {}
         self._ids = itertools.count()
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
@@ -224,6 +230,7 @@ class EngineClient:
             raise
         finally:
             del self._replies[number]
+            self._partial_replies.pop(number, None)
 
     def _require_life(self) -> None:
         if self._ended is not None:
@@ -239,16 +246,28 @@ class EngineClient:
             await self._writer.drain()
 
     async def _read(self) -> None:
-        """Reads until the connection ends; then ends everything that waits."""
-        with contextlib.suppress(ConnectionError):
+        """Reads until the connection ends, or until a message cannot be read; then ends everything that waits."""
+        try:
             while line := await self._reader.readline():
                 self._last_sign = self._loop.time()
-                self._take(json.loads(line))
+                self._take_line(line)
+                if len(line) > LONG_LINE:
+                    await asyncio.sleep(0)
+        except ConnectionError:
+            pass
+        except Exception as error:
+            log.exception("the engine process sent what this server cannot read; ending it")
+            self._why = f"The engine process sent what this server cannot read ({type(error).__name__}), and was ended."
+            self._end(self._why)  # at once: the process may be in a long step, or in a driver
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
         self._writer.close()
         status = await self._process.wait()
         self._end(self._why or _ending(status))
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _take_line(self, line: bytes) -> None:
+        """Hands a message to whoever waits for it. Raises whatever an invalid one makes it raise."""
+        message = json.loads(line)
         match message["event"]:
             case "outputs":
                 for data in message["outputs"]:
@@ -257,11 +276,14 @@ class EngineClient:
                 stream.arrived.put_nowait(_error(message))
             case "heartbeat":
                 self.step_seconds = message["step_seconds"]
+            case "part" if message["id"] in self._replies:
+                self._partial_replies.setdefault(message["id"], []).extend(message["value"])
             case "reply" if waiting := self._replies.get(message["id"]):
                 if not waiting.done() and "error" in message:
                     waiting.set_exception(_error(message))
                 elif not waiting.done():
-                    waiting.set_result(message["value"])
+                    before = self._partial_replies.pop(message["id"], None)
+                    waiting.set_result([*before, *message["value"]] if before else message["value"])
             case "ready":
                 self.info, self.limits = message["info"], EngineLimits(**message["limits"])
                 self._ready.set_result(None)
@@ -269,9 +291,16 @@ class EngineClient:
                 self._ready.set_exception(_error(message))
 
     def _deliver(self, output: RequestOutput) -> None:
-        if stream := self._streams.get(output.request_id):
-            stream.num_generated = output.num_generated
-            stream.arrived.put_nowait(output)
+        stream = self._streams.get(output.request_id)
+        if stream is None:
+            return
+        if output.prompt_logprobs is not None:
+            stream.prompt_logprobs += output.prompt_logprobs
+            if not output.num_generated:
+                return  # the output with the rest is still to come
+            output = replace(output, prompt_logprobs=tuple(stream.prompt_logprobs))
+        stream.num_generated = output.num_generated
+        stream.arrived.put_nowait(output)
 
     def _end(self, sentence: str) -> None:
         self._ended = sentence

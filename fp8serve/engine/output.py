@@ -70,7 +70,9 @@ class RequestOutput:
         """Only what differs from the defaults: one of these crosses to the server for every token."""
         found = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         for name in _LOGPROBS & found.keys():
-            found[name] = [asdict(item) for item in found[name]]
+            found[name] = [
+                {"token_id": item.token_id, "logprob": item.logprob, "top": item.top} for item in found[name]
+            ]
         if self.timing is not None:
             found["timing"] = asdict(self.timing)
         return found

@@ -8,6 +8,11 @@ It connects to the AF_UNIX socket that its owner listens on (`client.py`) and sp
           classify {id, inputs, segments} | forget {id}
     out   heartbeat {step_seconds} | ready {info, limits} | failed {error, message} | outputs {outputs}
           refused {request_id, error, message} | reply {id, value} | reply {id, error, message}
+          part {id, value}
+
+Nothing that it sends is long, because the front reads it between the answers of others. Log-probabilities of a prompt
+are divided among outputs that have nothing else; the last of them is in the output of the first token. Vectors and
+scores come in any number of parts, whose lists precede the list of the reply.
 
 There are three threads. This one loads the model and steps the engine. One reads the socket into an inbox, so that a
 command never waits for more than the current step. One reports every second that the process lives, also during a long
@@ -25,8 +30,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, get_args
@@ -44,6 +49,9 @@ from fp8serve.errors import Fp8ServeError, RequestError
 
 HEARTBEAT_SECONDS = 1.0
 DRAIN_SECONDS = 30.0
+PIECE_TOKENS = 1024  # of a prompt whose log-probabilities are in one message
+PIECE_BYTES = 1 << 20  # of the vectors or scores in one message; one alone may be longer
+FLOAT_BYTES = 22  # of a number in JSON, at most
 PACK_SECONDS = 0.02  # packing time of an idle engine between two looks at the inbox
 
 Message = dict[str, Any]
@@ -61,15 +69,22 @@ class Connection:
 
     def send(self, event: str, **fields: Any) -> None:
         """Sends one line; an owner that is gone is noticed by the reader, not here."""
-        line = json.dumps({"event": event, **fields}, separators=(",", ":")).encode() + b"\n"
+        line = encoded(event, fields)
         with self._sending, contextlib.suppress(OSError):
             self._socket.sendall(line)
 
     def _read(self) -> None:
-        with contextlib.suppress(OSError), self._socket.makefile("rb") as lines:
-            for line in lines:
-                self.inbox.put(json.loads(line) | {"arrived": time.monotonic()})
-        self.inbox.put({"op": "close"})
+        try:
+            with contextlib.suppress(OSError), self._socket.makefile("rb") as lines:
+                for line in lines:
+                    self.inbox.put(json.loads(line) | {"arrived": time.monotonic()})
+        finally:
+            self.inbox.put({"op": "close"})
+
+
+def encoded(event: str, fields: dict[str, Any]) -> bytes:
+    """A line of the protocol."""
+    return json.dumps({"event": event, **fields}, separators=(",", ":")).encode() + b"\n"
 
 
 class Worker:
@@ -119,7 +134,7 @@ class Worker:
         self._send_outputs(self._engine.step())
         if isinstance(self._engine, EncoderEngine):
             for call in self._engine.take_answered():
-                self._connection.send("reply", id=call.number, value=call.found)
+                self._send_values(call.number, call.found)
         self._step_began = None
 
     def _obey(self) -> None:
@@ -132,8 +147,24 @@ class Worker:
                 message = self._connection.inbox.get(block=False)
 
     def _send_outputs(self, outputs: list[RequestOutput]) -> None:
-        if outputs:
-            self._connection.send("outputs", outputs=[output.to_json() for output in outputs])
+        short = [output.to_json() for output in outputs if output.prompt_logprobs is None]
+        if short:
+            self._connection.send("outputs", outputs=short)
+        for output in outputs:
+            for piece in _pieces(output) if output.prompt_logprobs is not None else ():
+                self._connection.send("outputs", outputs=[piece.to_json()])
+
+    def _send_values(self, number: int, values: list[str | list[float]]) -> None:
+        """Replies with the values of an encoder's call: vectors as base64, or lists of scores."""
+        part: list[str | list[float]] = []
+        size = 0
+        for value in values:
+            if part and size > PIECE_BYTES:
+                self._connection.send("part", id=number, value=part)
+                part, size = [], 0
+            part.append(value)
+            size += len(value) if isinstance(value, str) else FLOAT_BYTES * len(value)
+        self._connection.send("reply", id=number, value=part)
 
     def _generate(self, message: Message) -> None:
         try:
@@ -200,6 +231,15 @@ class Worker:
 
     def _close(self, message: Message) -> None:
         self._closed = True
+
+
+def _pieces(output: RequestOutput) -> Iterator[RequestOutput]:
+    """An output whose log-probabilities of the prompt are divided; the last piece has everything else, too."""
+    values = output.prompt_logprobs or ()
+    while len(values) > PIECE_TOKENS:
+        yield RequestOutput(output.request_id, prompt_logprobs=values[:PIECE_TOKENS])
+        values = values[PIECE_TOKENS:]
+    yield replace(output, prompt_logprobs=values)
 
 
 def _described(problem: Exception) -> dict[str, str]:

@@ -56,6 +56,9 @@ class ServerLimits:
     queue_tokens: Annotated[Count, About("Tokens of the prompts that wait.")] = 1 << 20
     n: Annotated[Count, About("Answers to one prompt.")] = 128
     prompts: Annotated[Count, About("Prompts of one request.")] = 64
+    prompt_logprobs: Annotated[
+        Count, About("Log-probabilities of the tokens of one request's prompts and of their alternatives.")
+    ] = 1 << 18
     texts: Annotated[Count, About("Texts of one request for vectors or scores.")] = 2048
     chat_messages: Annotated[Count, About("Messages of one conversation.")] = 1024
     streams: Annotated[Count, About("Streams that are open.")] = 512

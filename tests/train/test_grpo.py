@@ -301,6 +301,17 @@ def test_what_a_reward_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]
         FileGrader(tmp_path / "none.py", 1)
 
 
+@pytest.mark.parametrize("reply", ["not JSON", "7", "[" * 100_000], ids=["text", "number", "deep"])
+def test_a_reward_that_writes_what_is_no_reply_ends_the_run_with_a_sentence(reply: str, tmp_path: Path) -> None:
+    """The file can reach the descriptor of the replies, by mistake or not."""
+    file = tmp_path / "noisy.py"
+    file.write_text(f"import os\ndef reward(p, c, r):\n    os.write(3, {reply.encode()!r} + b'\\n')\n    return 1.0\n")
+    grader = FileGrader(file, PATIENCE)
+    with pytest.raises(JobError, match="wrote what is no reply on an answer to x:1"):
+        grader.rewards([Answer("a", "b", {}, "x:1")])
+    assert grader.exit_status is not None
+
+
 class _Grader(BaseHTTPRequestHandler):
     """By path: a grader that is well, or ill in one way."""
 

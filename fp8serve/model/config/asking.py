@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from fp8serve.errors import ModelError
+from fp8serve.errors import ModelError, shown
 from fp8serve.processes import module_command
 
 _COMMAND = module_command("fp8serve.model.transformers_backend")
@@ -19,7 +19,11 @@ _SECONDS = 300.0
 
 def ask(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The fields of the model's `ModelConfig` that have no default or another value. ModelError: as `describe`."""
-    answer = json.loads(_asked(json.dumps([raw, generation, where], sort_keys=True)), object_hook=_with_tuples)
+    text = _asked(json.dumps([raw, generation, where], sort_keys=True))
+    try:
+        answer = json.loads(text, object_hook=_with_tuples)
+    except ValueError:
+        raise ModelError(f"The process that builds transformers' class gave no answer: {shown(text[:80])}.") from None
     if "refused" in answer:
         raise ModelError(answer["refused"])
     return dict(answer["fields"])

@@ -147,6 +147,7 @@ async def _admit(body: Body, parse: Parse[Body], request: Request, state: Server
     with served.lease(), _reserve(asked, served, state) as places:
         prompts = await until_disconnect(request, _read(asked, served, state.parser))
         params = asked.fitted(served, prompts, asked.sampling(context - max(map(len, prompts))))
+        _check_prompt_logprobs(prompts, params, asked.choices, state.settings.limits.prompt_logprobs)
         await until_disconnect(request, _check_form(asked, params, state.parser))
         visit: Visit = request.scope["visit"]
         visit.set_aside(sum(map(len, prompts)) + asked.sequences * params.max_new_tokens)
@@ -166,6 +167,20 @@ async def _read(asked: ParsedRequest, served: Served, parser: RequestParser) -> 
     if asked.conversation is not None:
         return [await parser.conversation(served, asked.conversation, asked.variables)]
     return await parser.prompts(served, asked.prompts, asked.truncate)
+
+
+def _check_prompt_logprobs(prompts: list[Ids], params: SamplingParams, choices: int, limit: int) -> None:
+    """Fault when an answer would have more of them than the front can write without delaying other answers."""
+    if params.prompt_logprobs is None:
+        return
+    tokens, values = sum(map(len, prompts)) * choices, params.prompt_logprobs + 1
+    if tokens * values > limit:
+        message = (
+            f"The log-probabilities of {tokens} tokens of prompts, {values} for each token, are more than this "
+            f"server's limit of {limit} in one request."
+        )
+        hint = "Ask for fewer alternatives or answers, or divide the prompts among requests."
+        raise Fault(Code.INVALID_PARAMETER, message, hint=hint)
 
 
 async def _check_form(asked: ParsedRequest, params: SamplingParams, parser: RequestParser) -> None:

@@ -19,6 +19,8 @@ log = logging.getLogger("fp8serve.server")
 
 POLL_SECONDS = 0.1
 NICE = 10
+EVENT = {"id", "created_at", "level", "type", "message"}
+"""Fields that every event has."""
 EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 1, 2, 3
 
 
@@ -68,9 +70,20 @@ class TrainingProcess:
             return []
         whole = added[: added.rfind(b"\n") + 1]
         self._offset += len(whole)
-        events = [json.loads(line) for line in whole.splitlines()]
+        events = [event for line in whole.splitlines() if (event := self._event(line)) is not None]
         self._last = events[-1] if events else self._last
         return events
+
+    def _event(self, line: bytes) -> dict[str, Any] | None:
+        """None for a damaged line, without which the job can still be followed to its end."""
+        try:
+            event = json.loads(line)
+            if isinstance(event, dict) and event.keys() >= EVENT:
+                return event
+        except (ValueError, RecursionError):
+            pass
+        log.warning("job %s wrote an event that cannot be read; it is left out", self.job_id)
+        return None
 
     def failure(self) -> str | None:
         """The worker's own sentence if it gave up, otherwise None. A worker that was killed says nothing: its last

@@ -55,6 +55,11 @@ class ParserProcess:
                 answer, content = await self._exchange(frame)
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
             raise _gone(head, await self.close()) from None
+        except (ValueError, MemoryError, OverflowError, RecursionError) as error:
+            await self.close()
+            raise MachineError(
+                f"The process that reads requests gave no valid answer ({type(error).__name__})."
+            ) from None
         except BaseException:
             await self.close()
             raise

@@ -54,16 +54,16 @@ class RolledScales:
         )  # fmt: skip
         said, _ = await process.communicate()
         if process.returncode:
-            raise _fault(said.decode().strip().splitlines())
+            raise _fault(said.decode(errors="replace").strip().splitlines())
 
 
 def _fault(said: list[str]) -> Fault:
     """The process's error as a fault."""
     try:
-        found = json.loads(said[-1])
-    except (IndexError, ValueError):
+        answer = json.loads(said[-1])
+        error, message = str(answer["error"]), str(answer["message"])
+    except (IndexError, ValueError, TypeError, KeyError):
         return Fault(Code.INTERNAL, "The process that saves scales failed; the server's log says how.")
-    if found["error"] == MachineError.__name__:
-        return Fault(Code.DISK_FULL, found["message"], hint="See who may write beside the model, and how much.")
-    taken = found["error"] == TakenError.__name__
-    return Fault(Code.NAME_TAKEN if taken else Code.NOT_ROLLING, found["message"])
+    if error == MachineError.__name__:
+        return Fault(Code.DISK_FULL, message, hint="See who may write beside the model, and how much.")
+    return Fault(Code.NAME_TAKEN if error == TakenError.__name__ else Code.NOT_ROLLING, message)

@@ -9,6 +9,7 @@ import pytest
 from fp8serve.engine.output import RequestOutput, TokenLogprob
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
+from fp8serve.server.settings import ServerLimits
 from tests.server.conftest import Server, Start
 from tests.server.fakes import FakeEngine, Launcher
 
@@ -163,6 +164,28 @@ async def test_log_probabilities_of_the_prompt(start: Start) -> None:
             assert (streamed.status_code, streamed.headers["content-type"]) == (400, "application/json")
         plain = (await server.client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 1})).json()
         assert "prompt_logprobs" not in plain["choices"][0]
+
+
+async def test_log_probabilities_of_prompts_are_bounded_before_any_work(start: Start) -> None:
+    async with start(limits=ServerLimits(prompt_logprobs=63)) as server:
+        asks: list[tuple[str, dict[str, Any], int]] = [
+            ("/v1/completions", {"prompt": "abc", "prompt_logprobs": 20}, 200),
+            ("/v1/completions", {"prompt": "abcd", "prompt_logprobs": 20}, 400),
+            ("/v1/completions", {"prompt": ["abc", "d"], "prompt_logprobs": 20}, 400),
+            ("/v1/completions", {"prompt": "abc", "echo": True, "logprobs": 5, "n": 4}, 400),
+            ("/v1/completions", {"prompt": "abc" * 30, "logprobs": 5}, 200),
+            ("/v1/chat/completions", CHAT | {"prompt_logprobs": 20}, 400),
+        ]
+        for route, body, status in asks:
+            before = len(server.launcher.engine.requests)
+            answer = await server.client.post(route, json=body | {"max_tokens": 1})
+            assert answer.status_code == status, answer.text
+            if status == 400:
+                assert "limit of 63 in one request" in answer.json()["error"]["message"]
+                assert len(server.launcher.engine.requests) == before
+        native = {"inputs": "a" * 64, "parameters": {"details": True, "decoder_input_details": True}}
+        answer = await server.client.post("/generate", json=native)
+        assert (answer.status_code, answer.json()["code"]) == (422, "invalid_parameter")
 
 
 async def test_an_echo_and_prompt_logprobs_do_not_mix(start: Start) -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from fp8serve.errors import MachineError
 from fp8serve.server.finetuning.job_runner import WORKER
+from fp8serve.server.finetuning.training_process import TrainingProcess
 from fp8serve.server.http.uploads import RowBounds
 from fp8serve.server.schemas.openai_finetune_bodies import JobBody
 from fp8serve.server.settings import ServerLimits
@@ -681,3 +682,14 @@ def test_rows_are_counted_alike_however_they_arrive(data: bytes, piece: int) -> 
         assert parts.rows == whole.rows
         if not text:
             assert whole.rows == sum(bool(line.strip()) for line in data.split(b"\n"))
+
+
+def test_a_damaged_event_is_left_out_and_the_job_is_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole = [{"id": i, "created_at": 1, "level": "info", "type": "message", "message": str(i)} for i in (1, 2)]
+    damaged = ['{"id": 3', "[]", "7", '{"id": 3}', "\xff", "[" * 100_000]
+    lines = [json.dumps(whole[0]), *damaged, json.dumps(whole[1]), '{"id": 4, "cre']
+    (tmp_path / "events.jsonl").write_text("\n".join(lines))
+    worker = TrainingProcess("job", tmp_path, None)
+    assert worker.new_events() == whole
+    assert worker.new_events() == []
+    assert len(caplog.records) == len(damaged)

@@ -4,12 +4,14 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from asyncio.subprocess import Process
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fp8serve.errors import MachineError
 from fp8serve.server.parsing.parser_pool import Allowance, ParserProcess
 from fp8serve.train.config import TrainConfig
 from tests.patience import until
@@ -69,3 +71,20 @@ def test_a_process_that_is_given_up_at_any_moment_of_its_start_leaves_nothing(mo
     for turns in range(12):
         asyncio.run(given_up_after(turns))
     assert started
+
+
+@pytest.mark.parametrize(
+    "frame", ["pack({})[:-2] + b'{]'", "FRAME.pack(5, 0) + b'\\xff' * 5", "FRAME.pack(2**63, 2**63)"]
+)
+async def test_an_answer_that_cannot_be_read_is_an_error_with_a_sentence(
+    frame: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = (
+        "import socket; from fp8serve.server.parsing.parser_process import FRAME, pack\n"
+        f"peer = socket.socket(fileno=0); peer.recv(99); peer.sendall({frame})"
+    )
+    process = ParserProcess()
+    process._command = (sys.executable, "-c", program)
+    with pytest.raises(MachineError, match=r"gave no valid answer|ended \(exit status 0\)"):
+        await process.perform({"op": "rows"}, b"", ALLOWED)
+    assert process._process is None

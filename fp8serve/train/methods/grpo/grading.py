@@ -106,8 +106,15 @@ class FileGrader:
                 self.close()
                 raise JobError(f"The process of {self._file} ended {when} ({describe_exit(self._process.returncode)}).")
             self._unread += more
+            if len(self._unread) > MAX_REPLY:
+                self.close()
+                raise JobError(f"The process of {self._file} wrote more than {MAX_REPLY} bytes {when}.")
         line, _, self._unread = self._unread.partition(b"\n")
-        return dict(json.loads(line))
+        try:
+            return dict(json.loads(line))
+        except (ValueError, TypeError, RecursionError):
+            self.close()
+            raise JobError(f"The process of {self._file} wrote what is no reply {when}: {shown(line[:80])}.") from None
 
     @property
     def exit_status(self) -> int | None:
