@@ -100,7 +100,7 @@ class Renderer(ABC, Generic[New]):
         """The event of a stream that cannot go on."""
 
     def opening(self) -> Iterable[JsonObject]:
-        """Events before the first output."""
+        """Events before the first output. No client may take one of them for the first token."""
         return ()
 
     def closing(self) -> Iterable[JsonObject]:

@@ -26,6 +26,8 @@ class MessageToolUse(ResponseShape):
 
 class MessageUsage(ResponseShape):
     input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
     output_tokens: int
 
 

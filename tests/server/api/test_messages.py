@@ -1,15 +1,20 @@
 """Anthropic's /v1/messages. The engine repeats its prompt, so the model writes the last message."""
 
 import json
+from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from fp8serve.engine.output import RequestOutput
+from fp8serve.engine.request import Request
 from fp8serve.server.api.anthropic.message_requests import chat_of
 from fp8serve.server.schemas.anthropic_bodies import MessagesBody
 from fp8serve.server.schemas.messages import plain_messages
 from tests.server.api.talking import CALL, WEATHER, echo
 from tests.server.conftest import Server, Start
+from tests.server.fakes import FakeEngine, Launcher
 
 TOOL = {"name": "weather", "input_schema": WEATHER}
 USE = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Paris"}}
@@ -47,7 +52,8 @@ async def test_a_message_of_text(talking: Any) -> None:
         message = said.json()
         assert message["content"] == [{"type": "text", "text": "Hello", "citations": None}]
         assert (message["type"], message["role"], message["stop_reason"]) == ("message", "assistant", "max_tokens")
-        assert message["usage"] == {"input_tokens": 5, "output_tokens": 5}
+        cache = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+        assert message["usage"] == {"input_tokens": 5, "output_tokens": 5} | cache
         assert said.headers["request-id"] == said.headers["x-request-id"]
 
 
@@ -82,6 +88,23 @@ async def test_a_stream_has_the_sequence_of_anthropic(talking: Any) -> None:
             joined[kind] = joined.get(kind, "") + "".join(delta.values())
         assert joined == {"thinking_delta": "Hm.", "text_delta": "So:", "input_json_delta": '{"city": "Paris"}'}
         assert found[-2]["usage"]["output_tokens"] > 0
+
+
+class CachingEngine(FakeEngine):
+    """Had two tokens of every prompt in its cache."""
+
+    async def _outputs(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        async for output in super()._outputs(request):
+            yield replace(output, num_cached_tokens=2)
+
+
+async def test_usage_tells_cached_tokens_apart(start: Start) -> None:
+    async with start(Launcher(CachingEngine)) as server:
+        counted = await server.client.post("/v1/messages/count_tokens", json={"messages": body("Hello")["messages"]})
+        found = await events(server, "Hello")
+        for usage in ((await ask(server, "Hello")).json()["usage"], found[0]["message"]["usage"], found[-2]["usage"]):
+            assert (usage["cache_read_input_tokens"], usage["cache_creation_input_tokens"]) == (2, 0)
+            assert usage["input_tokens"] + 2 == counted.json()["input_tokens"]
 
 
 async def test_why_it_stopped(talking: Any) -> None:

@@ -31,6 +31,7 @@ class MessageRenderer(Renderer[list[Change]]):
         self._request_id, self._limit = request_id, body.max_tokens
         self._passages = Passages(answer_reader(body, generation, generation.requests[0]))
         self._new_id = partial(call_id, body, generation.served, "toolu")
+        self._started = False
 
     def add(self, index: int, output: RequestOutput) -> list[Change]:
         return self._passages.take(output)
@@ -39,11 +40,12 @@ class MessageRenderer(Renderer[list[Change]]):
         content = [self._begun(passage) | _filled(passage) for passage in self._passages.found]
         return self._message(content) | self._ending()
 
-    def opening(self) -> Iterator[JsonObject]:
-        yield {"type": "message_start", "message": self._message([])}
-        yield {"type": "ping"}
-
     def events(self, index: int, output: RequestOutput, new: list[Change]) -> Iterator[JsonObject]:
+        """`message_start` comes with the first output, which tells how much of the prompt was cached."""
+        if not self._started:
+            self._started = True
+            yield {"type": "message_start", "message": self._message([])}
+            yield {"type": "ping"}
         for change in new:
             yield self._event(change)
 
@@ -105,7 +107,14 @@ class MessageRenderer(Renderer[list[Change]]):
         return {"stop_reason": reason, "stop_sequence": sequence, "usage": self._usage()}
 
     def _usage(self) -> dict[str, int]:
-        return {"input_tokens": self.generation.prompt_tokens, "output_tokens": self._passages.tokens}
+        """Anthropic's `input_tokens` leaves out what was cached. Nothing is charged for filling the cache."""
+        cached = self._passages.cached_tokens
+        return {
+            "input_tokens": self.generation.prompt_tokens - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": self._passages.tokens,
+        }
 
 
 def _filled(passage: Passage) -> JsonObject:

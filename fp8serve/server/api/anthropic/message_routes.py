@@ -25,7 +25,7 @@ async def messages(body: MessagesBody, request: Request, state: StateDep) -> Res
 
 @router.post("/count_tokens", summary="Count the tokens of a conversation", response_model=None)
 async def count_tokens(body: CountBody, request: Request, state: StateDep) -> dict[str, int]:
-    """What `usage.input_tokens` of an answer would be; it may be more than the context holds."""
+    """The tokens of an answer's prompt, cached or not; it may be more than the context holds."""
     chat = translated(conversation_of, body)
     served = state.models.resolve(chat.model)
     state.parser.sizes(served.engine.limits.max_model_len).check(chat)

@@ -219,6 +219,7 @@ class ChatRenderer(CompletionRenderer):
         new_id = partial(call_id, body, generation.served, "call")
         readers = [answer_reader(body, generation, request) for request in generation.requests]
         self._answers = [ChatAnswer(reader, new_id) for reader in readers]
+        self._opened: set[int] = set()  # choices whose role was streamed
 
     def add(self, index: int, output: RequestOutput) -> list[Placed]:
         self._answers[index].take(output)
@@ -236,14 +237,13 @@ class ChatRenderer(CompletionRenderer):
             "finish_reason": answer.finish(choice.finish),
         }
 
-    def opening(self) -> Iterator[JsonObject]:
-        """The role, once for each choice."""
-        for index in range(len(self.choices)):
+    def events(self, index: int, output: RequestOutput, new: list[Placed]) -> Iterator[JsonObject]:
+        """The role before a choice's first output, since clients take that chunk for the first token; then a chunk for
+        each delta: the first has the log-probabilities, the last says why the answer ended."""
+        if index not in self._opened:
+            self._opened.add(index)
             delta = {"role": "assistant", "content": ""}
             yield self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
-
-    def events(self, index: int, output: RequestOutput, new: list[Placed]) -> Iterator[JsonObject]:
-        """A chunk for each delta: the first has the log-probabilities, the last says why the answer ended."""
         deltas = self._answers[index].drain()
         if not deltas and (new or output.finish_reason is not None):
             deltas = [{}]
