@@ -66,6 +66,11 @@ class RequestOutput:
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # of the prompt's tokens but the first; comes once
     timing: Timing | None = field(default=None, compare=False)  # with the first token, and with the last output
 
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether a limit or a stop string ended the answer, not the model."""
+        return self.finish_reason == "length" or isinstance(self.stop_reason, str)
+
     def to_json(self) -> dict[str, Any]:
         """Only what differs from the defaults: one of these crosses to the server for every token."""
         found = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}

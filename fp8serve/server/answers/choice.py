@@ -90,12 +90,14 @@ class AnswerFormat:
         openings, closings = THOUGHTS[self.reasoning]
         return openings, closings, prompt_end.rstrip().endswith(openings)
 
-    def reader(self, tools: Tools | None, prompt_end: str = "", one_call: bool = False) -> "AnswerReader":
+    def reader(
+        self, tools: Tools | None, prompt_end: str = "", one_call: bool = False, only_calls: bool = False
+    ) -> "AnswerReader":
         """The reader of one answer to a request that may declare `tools`, and whose prompt ends with `prompt_end`.
-        `one_call`: calls after the first are left out.
+        `one_call`: calls after the first are left out. `only_calls`: a grammar allows nothing else.
         """
         call_reader = None if tools is None or self.tools not in CALLS else partial(CALLS[self.tools], tools=tools)
-        return AnswerReader(self._first(prompt_end), call_reader, one_call)
+        return AnswerReader(self._first(prompt_end), call_reader, one_call, only_calls)
 
     def _first(self, prompt_end: str) -> Reader | None:
         if "gpt-oss" in (self.tools, self.reasoning):
@@ -113,14 +115,22 @@ class AnswerFormat:
 class AnswerReader:
     """Splits off reasoning first, and reads calls from the rest."""
 
-    def __init__(self, first: Reader | None, calls: Reader | None, one_call: bool = False) -> None:
+    def __init__(
+        self, first: Reader | None, calls: Reader | None, one_call: bool = False, only_calls: bool = False
+    ) -> None:
         self._one_call, self._begun, self._left_out = one_call, False, False
+        self._only_calls = only_calls
         self._first = None if first is None else Incremental(first)
         self._calls = None if calls is None else Incremental(calls)
 
-    def take(self, text: str, ends: bool) -> list[Part]:
-        """The parts that `text` makes certain, and the rest as well if the answer `ends` with it."""
-        return [part for part in self.push(text) + (self.end() if ends else []) if self._wanted(part)]
+    def take(self, text: str, ends: bool, is_cut: bool = False) -> list[Part]:
+        """The parts that `text` makes certain, and the rest as well if the answer `ends` with it. `is_cut`: a limit
+        or a stop string ended it, not the model.
+        """
+        parts = self.push(text)
+        if ends:
+            parts += self._cut_off() if is_cut else self.end()
+        return [part for part in parts if self._wanted(part)]
 
     def _wanted(self, part: Part) -> bool:
         if isinstance(part, Call):
@@ -138,6 +148,12 @@ class AnswerReader:
         """The rest."""
         parts = [] if self._first is None else self._read_calls(self._first.end())
         return parts + ([] if self._calls is None else self._calls.end())
+
+    def _cut_off(self) -> list[Part]:
+        """The rest, without a mark or a call that is not complete enough to be read."""
+        parts = [] if self._first is None else self._read_calls(self._first.cut_off())
+        parts += [] if self._calls is None else self._calls.cut_off()
+        return [part for part in parts if not (self._only_calls and isinstance(part, Content))]
 
     def _read_calls(self, parts: list[Part]) -> list[Part]:
         if self._calls is None:

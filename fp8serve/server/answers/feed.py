@@ -44,10 +44,14 @@ Text = Callable[[str], Part]
 
 
 class Feed:
-    """The text that has arrived but is not read yet. `space`: the white space that the last `until` left out."""
+    """The text that has arrived but is not read yet. `space`: the white space that the last `until` left out.
+    `unread`: the part that the text is if the answer is cut off here, and the marks that may be forming at its end;
+    None inside a call, whose unread text is no part of the answer.
+    """
 
     def __init__(self) -> None:
         self.text, self.ended, self.space = "", False, ""
+        self.unread: tuple[Text, Sequence[str]] | None = None
 
     def take(self, length: int) -> str:
         taken, self.text = self.text[:length], self.text[length:]
@@ -74,6 +78,16 @@ class Incremental:
         """The rest, when no more text comes."""
         self._feed.ended = True
         return self._advance()
+
+    def cut_off(self) -> list[Part]:
+        """The rest of an answer that does not end by itself: without the mark or the call that had begun."""
+        if self._feed.unread is None:
+            return []
+        part, marks = self._feed.unread
+        forming = max((_overlap(self._feed.text, mark) for mark in marks), default=0)
+        text = self._feed.text[: len(self._feed.text) - forming]
+        text = text.rstrip() if forming else text
+        return [part(text)] if text else []
 
     def _advance(self) -> list[Part]:
         parts: list[Part] = []
@@ -106,7 +120,9 @@ def until(feed: Feed, part: Text, marks: Sequence[str]) -> Generator[Part | None
             yield part(feed.take(sure))
         if feed.ended:
             return ""
+        feed.unread = part, marks
         yield None
+        feed.unread = None
 
 
 def _certain(text: str, marks: Sequence[str]) -> int:

@@ -39,12 +39,14 @@ def llama3(feed: Feed, tools: Tools) -> Reading:
     first = yield from skip(feed)
     while True:
         opening = PYTHON_TAG if marked else ""
+        feed.unread = None if marked else (Content, ())  # it may be an answer in JSON
         if first == "{":
             yield from json_calls(feed, opening, names=tools)
         elif first == "[":
             yield from pythonic_calls(feed, opening, tools)
         elif marked:
             yield Content(PYTHON_TAG)
+        feed.unread = None
         if not (yield from until(feed, Content, (PYTHON_TAG,))):
             return
         marked, first = True, (yield from skip(feed))

@@ -24,10 +24,12 @@ def between(openings: Sequence[str], closings: Sequence[str], opened: bool = Fal
 
 def _begins(feed: Feed, openings: Sequence[str]) -> Generator[None, None, bool]:
     """Takes one of `openings`, and the white space before it, if it is next."""
+    feed.unread = Content, ()
     while not feed.ended and any(
         len(feed.text.lstrip()) < len(o) and o.startswith(feed.text.lstrip()) for o in openings
     ):
         yield None
+    feed.unread = None
     for opening in openings:
         if feed.text.lstrip().startswith(opening):
             feed.text = feed.text.lstrip()[len(opening) :]

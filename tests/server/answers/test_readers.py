@@ -185,6 +185,25 @@ def test_streamed_is_whole_at_every_split(form: ToolFormat, text: str) -> None:
     assert read(AnswerFormat(form), list(text)) == whole
 
 
+@pytest.mark.parametrize("required", [False, True])
+@pytest.mark.parametrize(("form", "text", "content", "calls"), CASES)
+def test_an_answer_that_is_cut_off_shows_no_mark(
+    form: ToolFormat, text: str, content: str, calls: list[tuple[str, str]], required: bool
+) -> None:
+    """At every character: a part of the answer, and nothing of a call that had not begun."""
+    if form == "llama3" and calls and not required and "<|python_tag|>" not in text:
+        return  # calls without a mark look like an answer in JSON until their name is there
+    for cut in range(1, len(text)):
+        for pieces in ([text[:cut]], list(text[:cut])):
+            reader = AnswerFormat(form).reader(TOOLS, only_calls=required)
+            *early, last = pieces
+            parts = [part for piece in early for part in reader.take(piece, False)]
+            _, shown, made = joined(parts + reader.take(last, True, is_cut=True))
+            assert content.startswith(shown.rstrip()), text[:cut]
+            assert [name for name, _ in calls][: len(made)] == [name for name, _ in made]
+            assert all(whole.startswith(part) for (_, whole), (_, part) in zip(calls, made, strict=False))
+
+
 FORMS = ("hermes", "llama3", "mistral", "granite", "deepseek", "qwen3-coder", "gpt-oss")
 MARKS = (
     "<tool_call>",

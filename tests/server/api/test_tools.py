@@ -87,6 +87,16 @@ async def test_a_call_that_a_stop_string_cuts_off_is_no_reason_to_call(talking: 
             assert "tool_calls" in said.text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_required_call_that_is_cut_off_is_no_content(talking: Any, stream: bool) -> None:
+    """Wherever the limit of tokens, which are bytes here, cuts the second call off."""
+    async with talking() as server:
+        for tokens in range(len(CALL), len(CALL) + 45):
+            said = await ask(server, CALL + CALL, max_tokens=tokens, tool_choice="required", stream=stream)
+            assert "tool_call>" not in said.text
+            assert said.text.count('"finish_reason":"length"') == 1
+
+
 async def test_a_function_without_parameters_is_called_without_arguments(talking: Any) -> None:
     tool = {"type": "function", "function": {"name": "now"}}
     async with talking() as server:

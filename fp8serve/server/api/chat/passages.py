@@ -49,7 +49,8 @@ class Passages:
         self.tokens, self.cached_tokens = output.num_generated, max(self.cached_tokens, output.num_cached_tokens)
         self.finish, self.stop = output.finish_reason, output.stop_reason
         ends = output.finish_reason is not None
-        changes = [change for part in self._reader.take(output.text_delta, ends) for change in self._add(part)]
+        parts = self._reader.take(output.text_delta, ends, output.is_cut_off)
+        changes = [change for part in parts for change in self._add(part)]
         if self.found and self.found[-1].kind == "reasoning":
             self.reasoning_tokens = output.num_generated
         return changes + (self._end() if ends else [])

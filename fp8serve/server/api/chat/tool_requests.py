@@ -34,7 +34,8 @@ def fit(served: Served, body: ChatBody, prompt: Ids, params: SamplingParams) -> 
 def answer_reader(body: ChatBody, generation: Generation, request: Request) -> AnswerReader:
     """The reader of one choice."""
     end = _end(generation.served, request.prompt_token_ids)
-    return _format(generation.served, body).reader(_declared(body.offered), end, body.parallel_tool_calls is False)
+    one_call = body.parallel_tool_calls is False
+    return _format(generation.served, body).reader(_declared(body.offered), end, one_call, body.must_call)
 
 
 def call_id(body: ChatBody, served: Served, prefix: str) -> str:

@@ -21,7 +21,8 @@ class ChatAnswer:
 
     def take(self, output: RequestOutput) -> None:
         self._stopped_by = output.stop_reason
-        for part in self._reader.take(output.text_delta, ends=output.finish_reason is not None):
+        ends = output.finish_reason is not None
+        for part in self._reader.take(output.text_delta, ends, output.is_cut_off):
             self._add(part)
 
     def drain(self) -> list[JsonObject]:
