@@ -69,7 +69,7 @@ routes: setup ## write docs/routes.md, what every route takes and answers
 	mv docs/routes.md.new docs/routes.md
 
 pictures: setup ## draw the pictures of docs/concepts.md
-	$(BIN)/python -m fp8serve.bench.concepts docs/concepts
+	$(BIN)/python -m benchmarks.studies.concepts docs/concepts
 
 # MODEL: a calibrated model that holds conversations, in a directory whose name the pictures show.
 console-pictures: setup ## take the pictures of docs/console.md in a browser; MODEL=DIR, and EVERY=DIR for every view

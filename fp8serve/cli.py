@@ -17,6 +17,7 @@ import typer
 
 from fp8serve import __version__, logs
 from fp8serve.commands import (
+    bench,
     calibrate,
     chat,
     convert,
@@ -31,7 +32,6 @@ from fp8serve.commands import (
     merge,
     models,
     serve,
-    studies,
     verify,
 )  # fmt: skip
 from fp8serve.errors import Fp8ServeError
@@ -51,7 +51,7 @@ COMMANDS: dict[str, Any] = {
 }  # fmt: skip
 for name, module in COMMANDS.items():
     app.command(name, help=module.__doc__)(module.command)
-for group, inner in {"models": models.app, "jobs": jobs.app, "key": key.app, "bench": studies.app}.items():
+for group, inner in {"models": models.app, "jobs": jobs.app, "key": key.app, "bench": bench.app}.items():
     app.add_typer(inner, name=group)
 
 
@@ -82,7 +82,7 @@ def options(
 
 
 # Commands that train, or start what trains.
-TRAINING = {"finetune", "serve", "demo", "bench training", "bench step", "bench monitor"}
+TRAINING = {"finetune", "serve", "demo", "bench step", "bench monitor"}
 
 
 def prepare_environment(args: Sequence[str]) -> None:
@@ -107,8 +107,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     prepare_environment(args)
     debug = "--debug" in args
+    return run(app, ["--debug"] * debug + [a for a in args if a != "--debug"], "fp8serve", debug, args)
+
+
+def run(app: typer.Typer, args: Sequence[str], name: str, debug: bool = False, obj: object = None) -> int:
+    """The exit status of the command `args` of `app`, which is called `name`; a failure is one sentence or, with
+    `debug`, a traceback."""
     try:
-        app(["--debug"] * debug + [a for a in args if a != "--debug"], prog_name="fp8serve", obj=args)
+        app(args, prog_name=name, obj=obj)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:

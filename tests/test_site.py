@@ -13,8 +13,8 @@ import pytest
 import typer
 
 import fp8serve
+from benchmarks.studies import concepts
 from fp8serve import routes_page
-from fp8serve.bench import concepts
 from fp8serve.cli import app
 from fp8serve.fp8.ops.registry import OPS
 from fp8serve.model.config.families import FAMILIES

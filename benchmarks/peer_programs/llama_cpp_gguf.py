@@ -1,6 +1,7 @@
-"""llama.cpp as a peer of `fp8serve bench quality`: a GGUF file, quantized again if a type is named.
+"""llama.cpp as a peer of `python -m benchmarks.studies quality`: a GGUF file, quantized again if a type is named.
 
-    fp8serve bench quality MODEL --out DIR --peer "Q8_0=PYTHON benchmarks/peer_programs/llama_cpp_gguf.py FILE Q8_0"
+    python -m benchmarks.studies quality MODEL --out DIR \\
+        --peer "Q8_0=PYTHON benchmarks/peer_programs/llama_cpp_gguf.py FILE Q8_0"
 
 PYTHON: the interpreter of an environment with `llama-cpp-python`. FILE should hold the weights that MODEL has, in F16,
 BF16 or F32. The protocol is that of fp8serve/bench/quality_peers.py.

@@ -1,7 +1,7 @@
-"""Directories of FP8 weights by llm-compressor's one-shot, as peers of `fp8serve bench quality`.
+"""Directories of FP8 weights by llm-compressor's one-shot, as peers of `python -m benchmarks.studies quality`.
 
     PYTHON benchmarks/peer_programs/llm_compressor.py MODEL DATA.jsonl OUT --scheme FP8 [--samples 64] [--seq-len 512]
-    fp8serve bench quality MODEL --out DIR --peer llm-compressor=OUT
+    python -m benchmarks.studies quality MODEL --out DIR --peer llm-compressor=OUT
 
 PYTHON: the interpreter of an environment with `llmcompressor`. DATA.jsonl: lines of {"text": ...}, the file that
 fp8serve calibrates on. --scheme: FP8 (static), FP8_DYNAMIC or FP8_BLOCK. fp8serve reads OUT and serves its scales.

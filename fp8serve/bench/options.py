@@ -1,15 +1,14 @@
 """The options of the studies; imported without torch, so that the command line can show them."""
 
 import math
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, Len
 
-from fp8serve.calibration.options import SHIPPED, Files
 from fp8serve.engine.options import EngineOptions, KvDtype
 from fp8serve.errors import JobError
-from fp8serve.fp8.recipe import NAMES, HeadDtype
+from fp8serve.fp8.recipe import HeadDtype
 from fp8serve.options import About, check, options_of
 
 Prompt = Annotated[int, Ge(1), About("Tokens of each prompt.")]
@@ -23,14 +22,6 @@ class Checked:
 
     def __post_init__(self) -> None:
         check(self, JobError)
-
-
-@dataclass(frozen=True)
-class NumericsOptions(Checked):
-    data: Annotated[Files | None, About("Text or JSON-lines file.", unset=SHIPPED, metavar="PATH")] = None
-    samples: Annotated[int, Ge(2), About("Sequences to calibrate on; an eighth more is measured.")] = 64
-    seq_len: Annotated[int, Ge(2), About("Longest sequence, in tokens.")] = 256
-    own_steps: Annotated[int, Ge(2), About("Training steps of the small model; unused with MODEL.")] = 200
 
 
 @dataclass(frozen=True)
@@ -107,135 +98,7 @@ class Shape(Checked):
         return cls(hidden_size, layers, heads, 2 if heads % 2 == 0 else 1, wide)
 
 
-TWIN = "twin"  # a second run in BF16 whose rate differs so little that only chance separates the two
-TWIN_RATE = 1.0001
-
-
-@dataclass(frozen=True)
-class StudyPlan(Checked):
-    """The model and the length of the training. A step reads `batch_size` rows of at most `seq_len` tokens, packed.
-
-    model: directory of the initial weights; None: random ones of `shape`. lr: the peak, reached after `warmup_steps`
-    (None: 3 % of all) and falling along a cosine to `final_lr` of it. With so few tokens per step a rate above the
-    default does not help: at 1e-3 BF16 itself ends 7 % higher (docs/studies.md).
-    """
-
-    recipes: Annotated[
-        tuple[str, ...],
-        Len(1),
-        About("Recipe, or twin: BF16 at a rate 0.01 % higher; the first one is the baseline.", flag="--recipe"),
-    ] = (
-        "bf16",
-        "delayed",
-        "current",
-        "rowwise",
-        "block",
-    )
-    resumed: str = "delayed"
-    steps: Annotated[int, Ge(4), About("Optimizer steps of each run; an even number.")] = 1000
-    batch_size: Annotated[int, Ge(1), About("Rows in a step.")] = 4
-    seq_len: Annotated[int, Ge(2), About("Longest row, in tokens.")] = 128
-    lr: Annotated[float, Gt(0), About("Peak learning rate.")] = 3e-4
-    warmup_steps: Annotated[
-        int | None, Ge(0), About("Steps in which the rate rises to its peak.", unset="3 % of all")
-    ] = None
-    final_lr: Annotated[float, Ge(0), Le(1), About("Final rate as a fraction of the peak.")] = 0.1
-    seed: Annotated[int, Ge(0), About("Seed of random weights and of the order of rows.")] = 0
-    shape: Shape = field(default_factory=Shape)
-    model: str | None = None
-
-    def __post_init__(self) -> None:
-        check(self, JobError)
-        if unknown := [r for r in self.recipes if r not in (*NAMES, TWIN)]:
-            raise JobError(f"There is no recipe {unknown[0]!r}; choose from {', '.join((*NAMES, TWIN))}.")
-        if self.steps % 2:
-            raise JobError(f"steps must be an even number, found {self.steps}.")
-
-    @property
-    def averaged(self) -> int:
-        """Steps at the end whose mean is the final training loss."""
-        return max(1, self.steps // 20)
-
-
 # The options of `calibrate` for each method: fields of CalibrationOptions and ScalingOptions.
-METHODS: dict[str, dict[str, Any]] = {
-    "static": {},
-    "static-search": {"input_scales": "search"},
-    "static-gptq": {"rounding": "gptq"},
-    "static-heal": {"rounding": "gptq", "heal": 100},
-    "static-mixed": {"rounding": "gptq", "target_kl": 0.015},
-    "current": {"name": "current"},
-    "rowwise": {"name": "rowwise"},
-    "rowwise-gptq": {"name": "rowwise", "rounding": "gptq"},
-    "block": {"name": "block"},
-    "block-gptq": {"name": "block", "rounding": "gptq"},
-    "w8a16": {"name": "w8a16"},
-    "w8a16-gptq": {"name": "w8a16", "rounding": "gptq"},
-}
-
-
-@dataclass(frozen=True)
-class QualityOptions(Checked):
-    methods: Annotated[tuple[str, ...], About("Method to measure.", flag="--method")] = (
-        "static",
-        "static-gptq",
-        "rowwise",
-        "rowwise-gptq",
-        "block",
-        "block-gptq",
-        "w8a16",
-        "w8a16-gptq",
-    )
-    peers: Annotated[
-        tuple[str, ...],
-        About("NAME=DIRECTORY of FP8 weights, or NAME=COMMAND that measures itself.", flag="--peer", unset="none"),
-    ] = ()
-    data: Annotated[Files | None, About("File to calibrate on.", unset=SHIPPED, metavar="PATH")] = None
-    holdout: Annotated[Files | None, About("File to measure on.", unset="a quarter of these", metavar="PATH")] = None
-    samples: Annotated[int, Ge(1), About("Sequences to calibrate on.")] = 128
-    measured: Annotated[int, Ge(2), About("Sequences to measure on.", flag="--measured")] = 64
-    seq_len: Annotated[int, Ge(2), About("Longest sequence, in tokens.")] = 512
-    new: Annotated[int, Ge(0), About("Tokens decoded to measure the speed; 0: speed is not measured.")] = 64
-    seed: Annotated[int, About("Seed of the choice of samples.")] = 0
-
-    def __post_init__(self) -> None:
-        check(self, JobError)
-        if unknown := [name for name in self.methods if name not in METHODS]:
-            raise JobError(f"There is no method {unknown[0]!r}; choose from {', '.join(METHODS)}.")
-        if bool(self.data) != bool(self.holdout):
-            raise JobError("Give both --data and --holdout, or neither: what is measured must not be calibrated on.")
-
-
-@dataclass(frozen=True)
-class ArmsPlan(Checked):
-    """Short trainings of a small model that differ only in the recipe."""
-
-    steps: Annotated[int, Ge(1), About("Optimizer steps of each run.")] = 600
-    batch_size: Annotated[int, Ge(1), About("Rows in a step.")] = 2
-    seq_len: Annotated[int, Ge(2), About("Longest row, in tokens.")] = 128
-    lr: Annotated[float, Gt(0), About("Peak learning rate.")] = 3e-4
-    seeds: Annotated[int, Ge(1), About("Number of repetitions, with other weights and in another order.")] = 3
-    shape: Shape = field(default_factory=lambda: Shape.of(192, 4))
-
-
-@dataclass(frozen=True)
-class PartsPlan(ArmsPlan):
-    """The trainings of `bench parts`."""
-
-
-@dataclass(frozen=True)
-class JumpsPlan(ArmsPlan):
-    """The trainings of `bench jumps`. jump: the step at which the activations jump, from 0."""
-
-    steps: Annotated[int, Ge(2), About("Optimizer steps of each run.")] = 160
-    lr: Annotated[float, Gt(0), About("Peak learning rate.")] = 1e-3
-    jump: Annotated[int, Ge(1), About("Step at which activations jump.")] = 100
-    shape: Shape = field(default_factory=lambda: Shape.of(128, 2))
-
-    def __post_init__(self) -> None:
-        check(self, JobError)
-        if self.jump + 1 >= self.steps:
-            raise JobError(f"The jump at step {self.jump} leaves nothing to look at in {self.steps} steps.")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from fp8serve.bench import parity
+from benchmarks.studies import parity
 from fp8serve.calibration.pipeline import calibrate
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.loading import CACHE

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fp8serve.bench import parity
+from benchmarks.studies import parity
 from fp8serve.fp8.own_linear import own_products
 from tests.engine.tiny import write_model, write_scales
 from tests.patience import until

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from fp8serve.bench import seeds
-from fp8serve.cli import main
+from benchmarks.studies import seeds
+from benchmarks.studies.__main__ import main
 from fp8serve.errors import JobError
 
 
@@ -34,7 +34,7 @@ def written(folder: Path, *studies: dict[str, Any]) -> list[Path]:
 
 def test_mean_scatter_and_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = written(tmp_path, study(3, 1.0), study(1, -0.5), study(2, 0.1))
-    assert main(["bench", "seeds", *map(str, paths), "--out", str(tmp_path / "out")]) == 0
+    assert main(["seeds", *map(str, paths), "--out", str(tmp_path / "out")]) == 0
     assert "+1.00 %" in capsys.readouterr().out
     found = json.loads((tmp_path / "out/seeds.json").read_text())
     assert found["seeds"] == [1, 2, 3]
@@ -53,7 +53,7 @@ def test_mean_scatter_and_curves(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ([study(0, 0.0)], "at least two studies"),
         ([study(0, 0.0), study(1, 0.0, steps=40)], "the same steps"),
         ([study(0, 0.0), study(0, 0.0)], "the same seed"),
-        ([study(0, 0.0), {"study": "numerics"}], "is not what bench training writes"),
+        ([study(0, 0.0), {"study": "numerics"}], "is not what the training study writes"),
     ],
 )
 def test_what_cannot_be_compared(studies: list[dict[str, Any]], sentence: str, tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fp8serve.bench import accumulation
-from fp8serve.bench.accumulation import cut_off, errors, in_bf16, promoted
+from benchmarks.studies import accumulation
+from benchmarks.studies.accumulation import cut_off, errors, in_bf16, promoted
 
 
 def parts(*values: float) -> torch.Tensor:

@@ -7,11 +7,14 @@ checkpoints, so that a study may raise the rate of one step, exchange a batch, a
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from fp8serve.bench.corpus import corpus
-from fp8serve.bench.options import ArmsPlan
+from annotated_types import Ge, Gt
+
+from benchmarks.studies.corpus import corpus
+from fp8serve.bench.options import Checked, Shape
 from fp8serve.fp8.recipe import delayed
+from fp8serve.options import About
 from fp8serve.train.batch import PackedBatch, collate
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.events import Event
@@ -22,6 +25,19 @@ from fp8serve.train.order import Cursor, walk
 from fp8serve.train.scratch import write_random_model, write_texts
 from fp8serve.train.setup import prepare
 from fp8serve.train.target_log_probs import summed_loss
+
+
+@dataclass(frozen=True)
+class ArmsPlan(Checked):
+    """Short trainings of a small model that differ only in the recipe."""
+
+    steps: Annotated[int, Ge(1), About("Optimizer steps of each run.")] = 600
+    batch_size: Annotated[int, Ge(1), About("Rows in a step.")] = 2
+    seq_len: Annotated[int, Ge(2), About("Longest row, in tokens.")] = 128
+    lr: Annotated[float, Gt(0), About("Peak learning rate.")] = 3e-4
+    seeds: Annotated[int, Ge(1), About("Number of repetitions, with other weights and in another order.")] = 3
+    shape: Shape = field(default_factory=lambda: Shape.of(192, 4))
+
 
 FINAL_ROWS = 256  # of the training data, on which final weights are compared
 

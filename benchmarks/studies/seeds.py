@@ -9,10 +9,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Annotated, Any
 
-from fp8serve.bench.training import smoothed
+import typer
+
+from benchmarks.studies.training import LOSSES, smoothed
+from fp8serve.commands.bench import Out, publish
 from fp8serve.errors import JobError
+from fp8serve.terminal import AsJson, print_json, print_table
 
 KINDS = ("final", "running", "valid")
 Result = Mapping[str, Any]
@@ -35,7 +39,7 @@ def _study(path: Path) -> Result:
     except (OSError, ValueError) as error:
         raise JobError(f"{path} cannot be read as a study: {error}.") from None
     if not isinstance(found, dict) or found.get("study") != "training":
-        raise JobError(f"{path} is not what bench training writes.")
+        raise JobError(f"{path} is not what the training study writes.")
     return found
 
 
@@ -95,3 +99,29 @@ def chart(results: Sequence[Result]) -> str:
 def _distances(curves: Mapping[str, Any], name: str, first: str, width: int) -> list[tuple[float, float]]:
     ours, base = (smoothed(curves[n]["train"], width) for n in (name, first))
     return [(x, 100 * (y / b - 1)) for (x, y), (_, b) in zip(ours, base, strict=True)]
+
+
+def command(
+    results: Annotated[list[Path], typer.Argument(help="training.json files that bench training wrote.")],
+    out: Out = None,
+    json: AsJson = False,
+) -> None:
+    """Combine training studies of several seeds: how far each recipe ends from BF16, and the scatter of that distance.
+
+    
+    Examples:
+      python -m benchmarks.studies seeds seed-0/training.json seed-1/training.json --out figures
+    """
+    found = read(results)
+    result = publish("seeds", combine(found), out, lambda _: {"curves": chart(found)})
+    print_json(result) if json else _print(result)
+
+
+def _print(result: Mapping[str, Any]) -> None:
+    rows = [
+        (name, LOSSES[kind], *(f"{apart:+.2f} %" for apart in f["apart"]), f"{f['mean']:+.2f} %",
+         f"{f['deviation']:.2f} %", f"{f['error']:.2f} %")
+        for name, kinds in result["recipes"].items() for kind, f in kinds.items()
+    ]  # fmt: skip
+    heading = ("recipe", "loss", *(f"seed {s}" for s in result["seeds"]), "mean", "deviation", "error of the mean")
+    print_table(heading, rows)

@@ -11,13 +11,24 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Annotated, Any
 
-from fp8serve.bench.arms import Arm, Training, write_model
-from fp8serve.bench.options import PartsPlan
+import typer
+
+from benchmarks.studies.arms import Arm, ArmsPlan, Training, write_model
+from fp8serve.commands.bench import measured, publish, show
+from fp8serve.commands.from_options import Chosen, with_options
 from fp8serve.model.storage.files import whole_file
+from fp8serve.terminal import AsJson, print_table
+
+
+@dataclass(frozen=True)
+class PartsPlan(ArmsPlan):
+    """The trainings of `python -m benchmarks.studies parts`."""
+
 
 Tell = Callable[[str, int, int], None]
 Losses = dict[str, float]  # "own": under the arm's recipe, "bf16", "running": mean of the last steps
@@ -83,3 +94,39 @@ def distances(losses: Mapping[int, Mapping[str, Losses]], name: str, kind: str) 
     apart = [100 * (found[name][kind] / fmean(found[arm][kind] for arm in BF16) - 1) for found in losses.values()]
     error = stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else None
     return {"apart": apart, "mean": fmean(apart), "error": error}
+
+
+@with_options()
+def command(
+    out: Annotated[Path, typer.Option(help="Directory for the figures; continues with the next run if it exists.")],
+    options: Chosen[PartsPlan],
+    json: AsJson = False,
+) -> None:
+    """Train a small model with parts of current scaling left out, and compare where the runs end.
+
+    Trains with only the forward pass, the input gradients or the weight gradients in FP8, with gradients in E4M3,
+    and under the other recipes. Shows the distance from BF16, which is trained three times at rates that differ by
+    0.01 %.
+
+    
+    Examples:
+      python -m benchmarks.studies parts --out parts
+      python -m benchmarks.studies parts --out parts --seeds 6 --steps 1000
+    """
+    plan = options()
+    figures = measured("Training", lambda tell: study(out, plan, tell))
+    show(publish("parts", figures, out), json, _print)
+
+
+def _print(result: Mapping[str, Any]) -> None:
+    plan = result["plan"]
+    print(f"{plan['steps']} steps of {plan['batch_size'] * plan['seq_len']} tokens, {plan['seeds']} seeds; from BF16\n")
+    rows = [
+        (name, *(_apart(found[kind]) for kind in ("own", "bf16", "running"))) for name, found in result["arms"].items()
+    ]
+    print_table(("arm", "final loss, its recipe", "final loss in BF16", "running loss"), rows)
+
+
+def _apart(found: Mapping[str, Any]) -> str:
+    error = "" if found["error"] is None else f" ± {found['error']:.2f}"
+    return f"{found['mean']:+.2f}{error} %"

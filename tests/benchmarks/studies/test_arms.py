@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8serve.bench import arms, jumps, parts
-from fp8serve.bench.arms import Arm, Training
-from fp8serve.bench.jumps import Run
-from fp8serve.bench.options import ArmsPlan, JumpsPlan, PartsPlan, Shape
-from fp8serve.cli import main
+from benchmarks.studies import arms, jumps, parts
+from benchmarks.studies.__main__ import main
+from benchmarks.studies.arms import Arm, ArmsPlan, Training
+from benchmarks.studies.jumps import JumpsPlan, Run
+from benchmarks.studies.parts import PartsPlan
+from fp8serve.bench.options import Shape
 from fp8serve.errors import JobError
 
 TEXTS = [f"The number {i} is followed by the number {i + 1}, and that by {i + 2}." for i in range(60)]
@@ -146,11 +147,11 @@ def test_the_commands(
     monkeypatch.setattr(module, "ARMS", dict(list(module.ARMS.items())[:4]))
     monkeypatch.setattr(jumps, "chart", lambda result: "<svg/>")
     small = ["--steps", "3", "--batch-size", "1", "--seq-len", "16", "--seeds", "1"]
-    assert main(["bench", name, "--out", str(tmp_path), *small, *options]) == 0
+    assert main([name, "--out", str(tmp_path), *small, *options]) == 0
     assert "current" in capsys.readouterr().out
     assert json.loads((tmp_path / f"{name}.json").read_text())["study"] == name
-    assert main(["bench", name, "--help"]) == 0
-    assert f"fp8serve bench {name}" in capsys.readouterr().out.partition("Examples:")[2]
+    assert main([name, "--help"]) == 0
+    assert f"python -m benchmarks.studies {name}" in capsys.readouterr().out.partition("Examples:")[2]
 
 
 def test_the_chart_shows_the_steps_around_the_jump() -> None:

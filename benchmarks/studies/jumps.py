@@ -16,18 +16,40 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge, Gt
 from torch import Tensor
 
-from fp8serve.bench.arms import Arm, Training, write_model
-from fp8serve.bench.options import JumpsPlan
+from benchmarks.studies.arms import Arm, ArmsPlan, Training, write_model
+from fp8serve.bench.options import Shape
 from fp8serve.bench.plot import Panel, svg
+from fp8serve.commands.bench import Out, measured, publish, show
+from fp8serve.commands.from_options import Chosen, with_options
+from fp8serve.errors import JobError
 from fp8serve.fp8.linear import NAMES, Linear
 from fp8serve.fp8.ops.arithmetic import expand
 from fp8serve.fp8.tally import tally
+from fp8serve.options import About, check
+from fp8serve.terminal import AsJson, print_table
 from fp8serve.train.batch import PackedBatch
+
+
+@dataclass(frozen=True)
+class JumpsPlan(ArmsPlan):
+    """The trainings of `python -m benchmarks.studies jumps`. jump: the step at which the activations jump, from 0."""
+
+    steps: Annotated[int, Ge(2), About("Optimizer steps of each run.")] = 160
+    lr: Annotated[float, Gt(0), About("Peak learning rate.")] = 1e-3
+    jump: Annotated[int, Ge(1), About("Step at which activations jump.")] = 100
+    shape: Shape = field(default_factory=lambda: Shape.of(128, 2))
+
+    def __post_init__(self) -> None:
+        check(self, JobError)
+        if self.jump + 1 >= self.steps:
+            raise JobError(f"The jump at step {self.jump} leaves nothing to look at in {self.steps} steps.")
+
 
 Tell = Callable[[str, int, int], None]
 FACTOR = 30.0
@@ -155,3 +177,36 @@ def chart(result: Mapping[str, Any]) -> str:
         lines = {name: [(float(step), curves[arm][step]) for step in around] for arm, name in shown.items()}
         panels.append(Panel(f"loss, jump of the {jump}", lines))
     return svg(f"Training loss around a jump at step {at}; delayed scaling with history {longest}", panels, "step")
+
+
+ROLES = {"input": "inputs", "weight": "weights", "grad_output": "gradients"}
+SPANS = {"jump": "at the jump", "soon": "10 steps after", "end": "at the end"}
+
+
+@with_options()
+def command(options: Chosen[JumpsPlan], out: Out = None, json: AsJson = False) -> None:
+    """Train a small model whose activations jump at one step, under delayed scaling with and without a margin.
+
+    The learning rate of one step is 30 times as high, or one batch consists of random tokens. Shows which share of
+    values is cut off at the jump and how far the loss is from BF16's, for three histories and three margins, beside
+    current scaling.
+
+    
+    Examples:
+      python -m benchmarks.studies jumps
+      python -m benchmarks.studies jumps --seeds 5 --out figures
+    """
+    plan = options()
+    figures = measured("Training", lambda tell: study(plan, tell))
+    show(publish("jumps", figures, out, lambda result: {"loss": chart(result)}), json, _print)
+
+
+def _print(result: Mapping[str, Any]) -> None:
+    print("Cut off at the jump, and the loss's distance from that of BF16 (largest of a seed)\n")
+    rows = [
+        (r["jump"], r["arm"], f"{r['loss']:.3f}", *(f"{r['cut_off'][role]:.3f} %" for role in ROLES),
+         f"{r['cut_off_steps']:.1f}", *(f"{r['apart'][s]:+.2f} % ({r['largest'][s]:.2f})" for s in SPANS))
+        for r in result["rows"]
+    ]  # fmt: skip
+    heading = (f"{name} cut off" for name in ROLES.values())
+    print_table(("jump", "arm", "loss", *heading, "steps", *SPANS.values()), rows)

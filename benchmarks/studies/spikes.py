@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.studies.quantization import sqnr_db
+from fp8serve.bench.plot import Panel, svg
 from fp8serve.fp8.ops import dequantize
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.fp8.scaling import Entry, ScalingState, update
-
-from .plot import Panel, svg
-from .quantization import sqnr_db
 
 FACTOR, START, STEPS, ELEMENTS = 100.0, 20, 100, 1 << 14
 HISTORIES, MARGINS, SCENARIOS = (1, 16, 64), (0, 3, 7), ("once", "lasting")

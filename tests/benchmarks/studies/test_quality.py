@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from fp8serve.bench import quality
-from fp8serve.bench.documents import intervals
-from fp8serve.bench.options import QualityOptions
-from fp8serve.bench.quality_chart import chart
+from benchmarks.studies import quality
+from benchmarks.studies.__main__ import main
+from benchmarks.studies.documents import intervals
+from benchmarks.studies.quality import QualityOptions
+from benchmarks.studies.quality_chart import chart
 from fp8serve.calibration.measure import TokenTally
-from fp8serve.cli import main
 from fp8serve.errors import JobError
 from fp8serve.model.config.decoder import read_config
 from tests.tiny import write_tiny_model
@@ -156,7 +156,7 @@ def test_methods_that_do_not_exist() -> None:
 def test_the_command_writes_figures_and_a_picture(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = ["bench", "quality", str(model), "--out", str(tmp_path), "--method", "static", "--samples", "8"]
+    told = ["quality", str(model), "--out", str(tmp_path), "--method", "static", "--samples", "8"]
     assert main([*told, "--measured", "8", "--seq-len", "32", "--new", "0"]) == 0
     shown = capsys.readouterr().out
     assert "KL, nats" in shown

@@ -1,4 +1,4 @@
-"""What `bench parity` counts and prints; tests/server/test_log_probs.py asks a real server."""
+"""What `python -m benchmarks.studies parity` counts and prints; tests/server/test_log_probs.py asks a real server."""
 
 import json
 from contextlib import AbstractContextManager, nullcontext
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from fp8serve.bench import parity
-from fp8serve.bench.parity import Returned
-from fp8serve.cli import main
+from benchmarks.studies import parity
+from benchmarks.studies.__main__ import main
+from benchmarks.studies.parity import Returned
 from fp8serve.train.log_probs import log_probs
 from tests.engine.tiny import write_model, write_scales
 
@@ -19,7 +19,7 @@ def test_equal_values_are_counted_and_the_worst_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, started = write_model(tmp_path / "model", max_position_embeddings=1024), []
-    assert main(["bench", "parity", str(model)]) == 1
+    assert main(["parity", str(model)]) == 1
     assert "calibrate it with --kv-cache" in capsys.readouterr().err
     write_scales(model, model / "scales.safetensors", kv=True)
 
@@ -36,12 +36,12 @@ def test_equal_values_are_counted_and_the_worst_is_told(
     monkeypatch.setattr(parity, "RunningServer", running)
     monkeypatch.setattr(parity, "ask", ask)
     monkeypatch.setattr(parity, "RECIPES", ("delayed", "w8a16"))
-    assert main(["bench", "parity", str(model), "--json"]) == 0
+    assert main(["parity", str(model), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [(row["recipe"], row["cache"]) for row in rows] == [
         (recipe, cache) for recipe in ("delayed", "w8a16") for cache in ("bf16", "fp8")
     ]
     assert {(row["way"], row["equal"], row["tokens"]) for row in rows} == {("prompt", 4, 5)}
     assert all(row["worst"] == pytest.approx(0.5) for row in rows)
-    assert main(["bench", "parity", str(model)]) == 0
+    assert main(["parity", str(model)]) == 0
     assert capsys.readouterr().out.count("4 of 5") == 4

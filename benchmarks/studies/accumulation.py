@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 
 from fp8serve.bench.plot import Panel, svg
+from fp8serve.commands.bench import Out, measured, publish, show
 from fp8serve.fp8.ops import dequantize, quantize, scaled_mm
+from fp8serve.terminal import AsJson, print_table
 
 ROWS = 64  # of both operands
 TERMS = (256, 1024, 4096, 16384, 65536)
@@ -93,3 +95,24 @@ def chart(result: Mapping[str, Any]) -> str:
         curves = {name: [(math.log2(row["terms"]), row[name]) for row in rows] for name in SUMS}
         panels.append(Panel(f"error, values of {kind}", curves, log=True))
     return svg("Error of a product over its size, by how its sums are kept", panels, "log2 of the number of terms")
+
+
+def command(out: Out = None, json: AsJson = False) -> None:
+    """Measure how the error of an FP8 product grows with the number of its terms.
+
+    Compares sums in FP32, which our kernels use, with sums in BF16 and in the 14 bits reported for Hopper's tensor
+    cores, with and without promotion to FP32. It takes seconds and uses no GPU.
+
+    
+    Examples:
+      python -m benchmarks.studies accumulation
+      python -m benchmarks.studies accumulation --out figures
+    """
+    figures = measured("Accumulation", study)
+    show(publish("accumulation", figures, out, lambda result: {"terms": chart(result)}), json, _print)
+
+
+def _print(result: Mapping[str, Any]) -> None:
+    names = [name for name in result["rows"][0] if name not in ("terms", "values")]
+    rows = [(row["terms"], row["values"], *(f"{row[name]:.1e}" for name in names)) for row in result["rows"]]
+    print_table(("terms", "values of", *names), rows)

@@ -4,7 +4,7 @@ scale.svg     what a scale does to the rounding error of a tensor's values
 delayed.svg   delayed scaling over a stream of tensors, one of which is larger than those before
 travels.svg   the scale of one layer's input through calibration, serving, a fine-tune and serving again
 
-python -m fp8serve.bench.concepts FOLDER
+python -m benchmarks.studies.concepts FOLDER
 """
 
 import math

@@ -11,14 +11,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.studies.quantization import activations
 from fp8serve.calibration.compare import compare
 from fp8serve.calibration.data import calibration_batches
 from fp8serve.calibration.observe import observe, settle
 from fp8serve.calibration.pipeline import load
 from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.model.text.tokenizer import Tokenizer
-
-from .quantization import activations
 
 RECIPES = ("delayed", "current", "rowwise", "block")
 

@@ -12,22 +12,78 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+from annotated_types import Ge
 from pydantic import TypeAdapter
 
+from benchmarks.studies.documents import Interval, Model, by_document, compared, intervals, of_decoder
+from benchmarks.studies.quality_chart import chart
+from benchmarks.studies.quality_peers import Program, running
 from fp8serve.bench import engine
-from fp8serve.bench.documents import Interval, Model, by_document, compared, intervals, of_decoder
-from fp8serve.bench.options import METHODS, QualityOptions
-from fp8serve.bench.quality_peers import Program, running
+from fp8serve.bench.options import Checked
 from fp8serve.calibration.data import PASSAGES, Sample, load_samples
-from fp8serve.calibration.options import CalibrationOptions, ScalingOptions
+from fp8serve.calibration.options import SHIPPED, CalibrationOptions, Files, ScalingOptions
 from fp8serve.calibration.pipeline import calibrate
+from fp8serve.commands.bench import measured, publish, show
+from fp8serve.commands.from_options import Chosen, with_options
 from fp8serve.errors import JobError, ModelError
 from fp8serve.model.checkpoint import load_servable
 from fp8serve.model.storage.files import write_json
 from fp8serve.model.storage.shards import open_shards
 from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.options import About, check
+from fp8serve.terminal import AsJson, print_table
+from fp8serve.terminal import Model as ModelArgument
+
+METHODS: dict[str, dict[str, Any]] = {
+    "static": {},
+    "static-search": {"input_scales": "search"},
+    "static-gptq": {"rounding": "gptq"},
+    "static-heal": {"rounding": "gptq", "heal": 100},
+    "static-mixed": {"rounding": "gptq", "target_kl": 0.015},
+    "current": {"name": "current"},
+    "rowwise": {"name": "rowwise"},
+    "rowwise-gptq": {"name": "rowwise", "rounding": "gptq"},
+    "block": {"name": "block"},
+    "block-gptq": {"name": "block", "rounding": "gptq"},
+    "w8a16": {"name": "w8a16"},
+    "w8a16-gptq": {"name": "w8a16", "rounding": "gptq"},
+}
+
+
+@dataclass(frozen=True)
+class QualityOptions(Checked):
+    methods: Annotated[tuple[str, ...], About("Method to measure.", flag="--method")] = (
+        "static",
+        "static-gptq",
+        "rowwise",
+        "rowwise-gptq",
+        "block",
+        "block-gptq",
+        "w8a16",
+        "w8a16-gptq",
+    )
+    peers: Annotated[
+        tuple[str, ...],
+        About("NAME=DIRECTORY of FP8 weights, or NAME=COMMAND that measures itself.", flag="--peer", unset="none"),
+    ] = ()
+    data: Annotated[Files | None, About("File to calibrate on.", unset=SHIPPED, metavar="PATH")] = None
+    holdout: Annotated[Files | None, About("File to measure on.", unset="a quarter of these", metavar="PATH")] = None
+    samples: Annotated[int, Ge(1), About("Sequences to calibrate on.")] = 128
+    measured: Annotated[int, Ge(2), About("Sequences to measure on.", flag="--measured")] = 64
+    seq_len: Annotated[int, Ge(2), About("Longest sequence, in tokens.")] = 512
+    new: Annotated[int, Ge(0), About("Tokens decoded to measure the speed; 0: speed is not measured.")] = 64
+    seed: Annotated[int, About("Seed of the choice of samples.")] = 0
+
+    def __post_init__(self) -> None:
+        check(self, JobError)
+        if unknown := [name for name in self.methods if name not in METHODS]:
+            raise JobError(f"There is no method {unknown[0]!r}; choose from {', '.join(METHODS)}.")
+        if bool(self.data) != bool(self.holdout):
+            raise JobError("Give both --data and --holdout, or neither: what is measured must not be calibrated on.")
+
 
 Tell = Callable[[str, int, int], None]  # (what, done, in all)
 REFERENCE = "bf16"
@@ -184,3 +240,52 @@ def _bytes(directory: Path) -> int:
     if not files:
         raise ModelError(f"{directory} holds no weights.")
     return sum(file.stat().st_size for file in files)
+
+
+@with_options()
+def command(
+    model: ModelArgument,
+    out: Annotated[
+        Path, typer.Option(help="Directory for the models, the figures and the picture; continues if it exists.")
+    ],
+    options: Chosen[QualityOptions],
+    json: AsJson = False,
+) -> None:
+    """Measure what every method of calibration costs MODEL, and what it saves.
+
+    Each method's directory is made below --out, or found there. All are compared with MODEL in BF16 on held-out
+    documents; the intervals contain 95 % of the results from resampled documents. Peers are measured on the same
+    documents in the same way.
+
+    
+    Examples:
+      python -m benchmarks.studies quality smollm2 --out quality
+      python -m benchmarks.studies quality smollm2 --out quality --method static --peer "llm-compressor=./their-fp8"
+    """
+    from fp8serve.hub import find_model
+
+    directory, asked = find_model(model), options()
+    figures = measured("Quality", lambda tell: study(directory, out, asked, tell))
+    peers = [peer.partition("=")[0] for peer in asked.peers]
+    show(publish("quality", figures, out, lambda result: {"methods": chart(result, peers)}), json, _print)
+
+
+def _print(result: Mapping[str, Any]) -> None:
+    text = result["text"]
+    print(f"{result['model']}, {text['documents']} held-out documents, {text['tokens']:,} tokens\n")
+    rows = [
+        (row["name"], *(_interval(row["figures"].get(kind), shown) for kind, shown in KINDS.items()),
+         f"{row['bytes'] / 1e6:.1f}", "" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:.1f}")
+        for row in result["rows"]
+    ]  # fmt: skip
+    print_table(("model", "KL, nats", "perplexity, %", "same top token", "weights, MB", "tokens/s"), rows)
+
+
+KINDS = {"kl": "{:.4f}", "perplexity_percent": "{:+.2f}", "top1": "{:.3f}"}
+
+
+def _interval(found: Mapping[str, float] | None, shown: str) -> str:
+    if found is None:
+        return ""
+    value, low, high = (shown.format(found[k]) for k in ("value", "low", "high"))
+    return f"{value} ({low} to {high})"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from fp8serve.bench import numerics, quantization, spikes
-from fp8serve.cli import main
+from benchmarks.studies import numerics, quantization, spikes
+from benchmarks.studies.__main__ import main
 from tests.tiny import write_tiny_model
 
 
@@ -60,7 +60,7 @@ def test_what_is_said_of_a_spike_that_is_remembered_to_the_end() -> None:
 
 def test_the_command_on_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_tiny_model(tmp_path / "model")
-    args = ["bench", "numerics", str(model), "--out", str(tmp_path / "out"), "--samples", "2", "--seq-len", "32"]
+    args = ["numerics", str(model), "--out", str(tmp_path / "out"), "--samples", "2", "--seq-len", "32"]
     assert main(args) == 0
     shown = capsys.readouterr().out
     assert "inputs of 14 linears" in shown

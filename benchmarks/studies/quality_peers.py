@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fp8serve.bench.documents import Logits
+from benchmarks.studies.documents import Logits
 from fp8serve.calibration.data import Batch
 from fp8serve.errors import JobError
 

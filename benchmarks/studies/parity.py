@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.bench.speculation import PASSAGE
+from fp8serve.commands.bench import Out, measured, publish, show
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.linear import convert
 from fp8serve.fp8.recipe import from_name, trains
@@ -24,6 +25,7 @@ from fp8serve.fp8.served_attention import KvScale
 from fp8serve.model.checkpoint import kv_scales, load_trainable
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.running import RunningServer
+from fp8serve.terminal import AsJson, Model, print_table
 from fp8serve.train import state
 from fp8serve.train.forward import Forward
 from fp8serve.train.log_probs import log_probs
@@ -147,3 +149,26 @@ def _count(pairs: Sequence[tuple[Tensor, Tensor]]) -> Count:
     found, expected = (torch.cat(side) for side in zip(*pairs, strict=True))
     apart = (found - expected).abs()
     return Count(int((found == expected).sum()), len(found), float(apart.max()))
+
+
+def command(model: Model, out: Out = None, json: AsJson = False) -> None:
+    """Compare a server's log-probabilities over HTTP with training's, bit for bit, under every recipe and cache.
+
+    
+    Examples:
+      python -m benchmarks.studies parity ./llama-fp8                # calibrated with --kv-cache
+      python -m benchmarks.studies parity ./llama-fp8 --out figures
+    """
+    from fp8serve.hub import find_model
+
+    directory = find_model(model)
+    figures = measured("Parity", lambda tell: measure(directory, tell))
+    show(publish("parity", figures, out), json, _print)
+
+
+def _print(result: Mapping[str, Any]) -> None:
+    rows = [
+        (row["recipe"], row["cache"], row["way"], f"{row['equal']} of {row['tokens']}", f"{row['worst']:.2g}")
+        for row in result["rows"]
+    ]
+    print_table(("recipe", "KV cache", "token of", "equal", "worst difference, nats"), rows)

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from fp8serve.bench import corpus, training
-from fp8serve.bench.options import Shape, StudyPlan
+from benchmarks.studies import corpus, training
+from benchmarks.studies.__main__ import main
+from benchmarks.studies.training import StudyPlan
+from fp8serve.bench.options import Shape
 from fp8serve.bench.provenance import commit
-from fp8serve.cli import main
 from fp8serve.errors import JobError
 from fp8serve.train.scratch import write_random_model
 
@@ -99,7 +100,7 @@ def test_smoothing_is_a_mean_over_a_window() -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["bench", "training", "--out", str(tmp_path), "--steps", "4", "--hidden-size", "64", "--layers", "1"]
+    args = ["training", "--out", str(tmp_path), "--steps", "4", "--hidden-size", "64", "--layers", "1"]
     assert main([*args, "--recipe", "bf16", "--recipe", "current", "--seq-len", "16"]) == 0
     assert "current" in capsys.readouterr().out
     assert json.loads((tmp_path / "training.json").read_text())["resumed"] is None
@@ -118,7 +119,7 @@ def test_a_study_of_trained_weights_and_what_chance_is_worth(tmp_path: Path) -> 
 
 
 def test_a_model_has_a_shape_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "training", str(tmp_path), "--out", str(tmp_path / "out"), "--layers", "2"]) == 1
+    assert main(["training", str(tmp_path), "--out", str(tmp_path / "out"), "--layers", "2"]) == 1
     assert "MODEL has its own width and layers" in capsys.readouterr().err
 
 
@@ -130,8 +131,8 @@ def test_a_width_that_makes_no_heads_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["numerics", "training"])
 def test_help_has_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", name, "--help"]) == 0
-    assert f"fp8serve bench {name}" in capsys.readouterr().out.partition("Examples:")[2]
+    assert main([name, "--help"]) == 0
+    assert f"python -m benchmarks.studies {name}" in capsys.readouterr().out.partition("Examples:")[2]
 
 
 def test_the_corpus_is_real_text_and_holds_some_out() -> None:

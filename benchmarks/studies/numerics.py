@@ -1,0 +1,160 @@
+"""`python -m benchmarks.studies numerics`: three studies of the casts and recipes, on synthetic values and on a model.
+
+Without a model it makes one: a Llama of 4 layers, trained for a short while on text that every Python carries. The
+activations of random weights have no outliers and would show nothing.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from annotated_types import Ge
+
+from benchmarks.studies import layers, quantization, spikes
+from benchmarks.studies.corpus import corpus
+from fp8serve.bench.options import Checked
+from fp8serve.bench.plot import Panel, svg
+from fp8serve.calibration.options import SHIPPED, Files
+from fp8serve.commands.bench import Out, measured, publish, show
+from fp8serve.commands.from_options import Chosen, with_options
+from fp8serve.options import About
+from fp8serve.terminal import AsJson, print_table
+
+
+@dataclass(frozen=True)
+class NumericsOptions(Checked):
+    data: Annotated[Files | None, About("Text or JSON-lines file.", unset=SHIPPED, metavar="PATH")] = None
+    samples: Annotated[int, Ge(2), About("Sequences to calibrate on; an eighth more is measured.")] = 64
+    seq_len: Annotated[int, Ge(2), About("Longest sequence, in tokens.")] = 256
+    own_steps: Annotated[int, Ge(2), About("Training steps of the small model; unused with MODEL.")] = 200
+
+
+Tell = Callable[[str, int, int], None]
+OWN_STEPS = 200
+
+
+@contextmanager
+def _model(given: Path | None, steps: int, tell: Tell) -> Iterator[tuple[Path, str]]:
+    """(a model directory, its description)."""
+    if given is not None:
+        yield given, str(given)
+        return
+    with tempfile.TemporaryDirectory(prefix="fp8serve-bench-") as folder:
+        yield trained(Path(folder), steps, tell), f"a Llama of 4 layers trained for {steps} steps in BF16"
+
+
+def trained(folder: Path, steps: int, tell: Tell) -> Path:
+    """A small model with realistic activations, below `folder`."""
+    from fp8serve.train.config import TrainConfig
+    from fp8serve.train.scratch import write_random_model, write_texts
+    from fp8serve.train.trainer import Trainer
+
+    texts, _ = corpus(docstrings_too=False)
+    config = TrainConfig(
+        model=str(write_random_model(folder / "untrained", texts)),
+        data=(str(write_texts(folder / "train.jsonl", texts)),),
+        out=str(folder / "run"),
+        recipe="bf16",
+        on_divergence="keep",
+        max_steps=steps,
+        batch_size=8,
+        seq_len=128,
+        lr=2e-3,
+        weight_decay=0.1,
+    )
+
+    def follow(event: dict[str, Any]) -> None:
+        if event["type"] == "metrics":
+            tell("training a model", event["step"], event["total_steps"])
+
+    result = Trainer(config).run(follow)
+    return Path(str(result.model))
+
+
+def study(
+    model: Path | None, data: Sequence[Path] | None, *, samples: int, seq_len: int, own_steps: int, tell: Tell
+) -> dict[str, Any]:
+    """The figures of all three studies. ModelError, DataError: `model` or `data` (None: our passages) is unusable."""
+    with _model(model, own_steps, tell) as (directory, described):
+        found = layers.study(directory, data, samples, seq_len, tell)
+    casts = [*quantization.synthetic(), *found.pop("activations")]
+    return {"model": described, "casts": casts, **found, "spikes": spikes.study()}
+
+
+def charts(result: Mapping[str, Any]) -> dict[str, str]:
+    """SVG files by name."""
+    by_recipe = {
+        name: [(float(i), value) for i, value in enumerate(found["layers"].values()) if value is not None]
+        for name, found in result["recipes"].items()
+    }
+    return {
+        "layers": svg(
+            "Output SQNR of every linear", [Panel("SQNR, dB", by_recipe)], "linear, in the order of the model"
+        ),
+        "spikes": spikes.chart(result["spikes"]["cases"]),
+        "margins": spikes.margin_chart(result["spikes"]["margins"]),
+    }
+
+
+@with_options()
+def command(
+    options: Chosen[NumericsOptions],
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="Hugging Face-format directory in high precision, GGUF file, smollm2, or a name on the hub.",
+            show_default="a small one, trained for the purpose",
+        ),
+    ] = None,
+    out: Out = None,
+    json: AsJson = False,
+) -> None:
+    """Measure what FP8 costs: formats on one tensor, recipes on a model, delayed scaling after a spike.
+
+    Measures E4M3, E5M2 and INT8 on Gaussian values, outliers and activations; the noise of every linear under each
+    recipe; and the saturation and recovery of delayed scaling when values get 100 times larger.
+
+    
+    Examples:
+      python -m benchmarks.studies numerics
+      python -m benchmarks.studies numerics ./llama --data held-out.jsonl --out figures
+    """
+    from fp8serve.hub import find_model
+
+    asked, directory = options(), find_model(model) if model else None
+    figures = measured("Measuring", lambda tell: study(directory, tell=tell, **vars(asked)))
+    show(publish("numerics", figures, out, charts), json, _print)
+
+
+def _db(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def _print(result: Mapping[str, Any]) -> None:
+    print("One cast and back, SQNR in dB; of activations the median linear")
+    casts = [
+        (r["tensor"], r["granularity"], r["format"],
+         *(_db(r.get(name)) for name in ("sqnr_db", "ordinary_sqnr_db", "worst_sqnr_db")))
+        for r in result["casts"]
+    ]  # fmt: skip
+    print_table(("values", "scale per", "format", "all", "without outliers", "worst linear"), casts)
+    print(f"\nEach linear's output, SQNR in dB: {result['model']}")
+    recipes = [
+        (name, _db(r["median_db"]), _db(r["worst_db"]), f"{r['perplexity']:.3f}", f"{r['perplexity_bf16']:.3f}",
+         f"{100 * r['top1_agreement']:.1f} %")
+        for name, r in result["recipes"].items()
+    ]  # fmt: skip
+    print_table(("recipe", "median linear", "worst linear", "perplexity", "in BF16", "same top token"), recipes)
+    print("\nDelayed scaling, values 100 times larger at one step or from then on")
+    spikes = [
+        (s["scenario"], s["history"], s["margin"], f"{100 * s['spike_saturated']:.1f} %", _db(s["before_db"]),
+         _db(s["spike_db"]), _db(s["worst_after_db"]), s["steps_to_recover"] if s["recovered"] else "never")
+        for s in result["spikes"]["cases"]
+    ]  # fmt: skip
+    heading = ("spike", "history", "margin", "saturated", "before", "at the spike", "worst after", "steps to recover")
+    print_table(heading, spikes)
