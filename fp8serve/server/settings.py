@@ -48,7 +48,7 @@ class ServerLimits:
     body_bytes: Annotated[Count, About("Bytes of one request's body.")] = 8 << 20
     held_bytes: Annotated[Count, About("Bytes of all request bodies together.")] = 256 << 20
     header_bytes: Annotated[Count, About("Bytes of one request's headers.")] = 64 << 10
-    upload_bytes: Annotated[Count, About("Bytes of an uploaded file.")] = 1 << 30
+    upload_bytes: Annotated[Count, About("Bytes of an uploaded file, also unpacked.")] = 1 << 30
     body_seconds: Annotated[Seconds, About("Seconds for a body to arrive.")] = 30.0
     header_seconds: Annotated[Seconds, About("Seconds for the headers to arrive.")] = 10.0
     send_seconds: Annotated[Seconds, About("Seconds for a client to take a piece of its answer.")] = 60.0
@@ -65,7 +65,7 @@ class ServerLimits:
     keep_alive_seconds: Annotated[Seconds, About("Seconds between two signs of life in a stream.")] = 15.0
     jobs_queued: Annotated[Count, About("Fine-tune jobs that wait.")] = 32
     row_bytes: Annotated[Count, About("Bytes of one row of training data.")] = 1 << 20
-    rows: Annotated[Count, About("Rows of one fine-tune.")] = 1_000_000
+    rows: Annotated[Count, About("Rows of a file of training data.")] = 1_000_000
     reading_seconds: Annotated[Seconds, About("Processor time to check, render and tokenize one request.")] = 30.0
     reading_memory: Annotated[Count, About("Bytes of memory for the same.")] = 1 << 30
     reading_bytes: Annotated[Count, About("Bytes of requests that wait for that.")] = 64 << 20

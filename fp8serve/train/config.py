@@ -21,7 +21,7 @@ from fp8serve.fp8 import recipe
 from fp8serve.fp8.recipe import Recipe, RecipeName
 from fp8serve.model.formats.file_formats import FileFormat
 from fp8serve.model.formats.peft import MAX_RANK
-from fp8serve.model.text.data_files import DATA, STDIN
+from fp8serve.model.text.data_files import DATA, LIMITS, STDIN, DataLimits
 from fp8serve.options import About, check
 from fp8serve.train.methods.options import LossType, MethodName, ScaleRewards, check_method
 from fp8serve.train.reporting import ReportTool
@@ -40,6 +40,7 @@ RowLength = Annotated[int, Ge(2), Le(1 << 20)]  # tokens
 # often something is written or reported. Every other field changes the trained bits.
 _FREE_ON_RESUME = {
     *("model", "data", "eval_data", "eval_every", "out", "save_every", "save_minutes", "keep_last", "log_every"),
+    *("max_rows", "max_row_bytes", "max_data_bytes"),
     *("format", "fsdp", "on_divergence", "recompute", "report_to", "result", "reward", "grader_url", "reward_seconds"),
 }
 ADAPTER = ("lora_rank", "lora_alpha", "lora_targets", "dora", "lora_dropout")
@@ -69,6 +70,8 @@ class TrainConfig:
 
     With `lora_rank` the model stays as it is and computes as it is served, under "delayed" with its stored scales; the
     run trains an adapter, which is what `out/model/` then holds (`train.lora`).
+
+    `max_rows`, `max_row_bytes` and `max_data_bytes` bound each file, unpacked; a server sets its own.
 
     `method` says what is minimised and what the data are (`train.methods`).
     Raises JobError for a value that cannot be used.
@@ -210,6 +213,10 @@ class TrainConfig:
         ),
     ] = "fail"
 
+    max_rows: Annotated[int, Ge(1)] = LIMITS.rows
+    max_row_bytes: Annotated[int, Ge(1)] = LIMITS.row_bytes
+    max_data_bytes: Annotated[int, Ge(1)] = LIMITS.bytes
+
     def __post_init__(self) -> None:
         recipe.from_name(self.recipe)  # an unknown name first
         check(self, JobError)
@@ -241,6 +248,11 @@ class TrainConfig:
     def divides(self) -> bool:
         """Whether several processes can take a step together: its items are known beforehand."""
         return self.method != "grpo"
+
+    @property
+    def data_limits(self) -> DataLimits:
+        """What a file of data may hold."""
+        return DataLimits(self.max_rows, self.max_row_bytes, self.max_data_bytes)
 
     def processes(self, most: int) -> int:
         """How many of so many processes a step has work for."""

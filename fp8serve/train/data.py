@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from fp8serve.errors import DataError, ModelError
 from fp8serve.model.config.decoder import ModelConfig
+from fp8serve.model.text.data_files import LIMITS, DataLimits
 from fp8serve.model.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -81,17 +82,23 @@ class RowCounts:
 
 
 def load_items(
-    reader: "Reader[Any, Any]", paths: Sequence[str], tokenizer: Tokenizer, seq_len: int
+    reader: "Reader[Any, Any]", paths: Sequence[str], tokenizer: Tokenizer, seq_len: int, limits: DataLimits = LIMITS
 ) -> tuple[list[Any], RowCounts]:
-    """Read and tokenize `paths`. Raises DataError for a bad file or line, and when no row has a token to learn."""
-    examples = [example for path in paths for example in reader.file(path)]
+    """Read and tokenize `paths`, one example at a time. Raises DataError for a bad file or line, and when no row has a
+    token to learn."""
+    examples = (example for path in paths for example in reader.file(path, limits))
     items, report = reader.items(examples, tokenizer, seq_len)
     if not items:
-        raise DataError(
-            f"None of the {report.examples} examples in {', '.join(paths)} has {reader.lacks} within seq_len "
-            f"{seq_len}; {reader.advice}."
-        )
+        raise nothing_to_learn(reader, report.examples, paths, seq_len)
     return items, report
+
+
+def nothing_to_learn(reader: "Reader[Any, Any]", count: int, paths: Sequence[str], seq_len: int) -> DataError:
+    """The error for `count` examples of `paths` that were all dropped."""
+    return DataError(
+        f"None of the {count} examples in {', '.join(paths)} has {reader.lacks} within seq_len {seq_len}; "
+        f"{reader.advice}."
+    )
 
 
 def fingerprint(items: Sequence[Item]) -> str:

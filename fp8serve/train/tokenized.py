@@ -61,14 +61,14 @@ class TokenizedData:
         paths: Sequence[str] = getattr(self.config, name)
         reader = reader_of(self.config)
         if self.config.template_date is None:  # then templates are told the current time, which always differs
-            return load_items(reader, paths, self.tokenizer, self.config.seq_len)
+            return load_items(reader, paths, self.tokenizer, self.config.seq_len, self.config.data_limits)
         file = Path(self.config.out) / FOLDER / f"{name}.safetensors"
         key = self._key(paths, reader) if self.keeps or file.exists() else ""
         if (found := _read(file, key, reader)) is not None:
             text = f"{len(found[0])} items of {name} were tokenized by an earlier start of this run"
             self.on_event(message("tokenized", text))
             return found
-        items, counts = load_items(reader, paths, self.tokenizer, self.config.seq_len)
+        items, counts = load_items(reader, paths, self.tokenizer, self.config.seq_len, self.config.data_limits)
         if self.keeps and self._key(paths, reader) == key:  # no file was changed meanwhile
             self._keep(file, key, reader, items, counts)
         return items, counts

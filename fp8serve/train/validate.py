@@ -1,21 +1,24 @@
 """A dry run: what a job would do and what it would cost, without loading a weight (or torch).
 
-Everything wrong with the data is listed, by file and line, instead of only the first: that is the difference from a
-run, which stops at the first bad line. The memory figure is an estimate from sizes (memory.py says what it counts).
+Everything wrong with the data, held-out data included, is listed, by file and line, instead of only the first: that is
+the difference from a run, which stops at the first bad line. The memory figure is an estimate from sizes (memory.py
+says what it counts).
 """
 
 import dataclasses
 import json
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fp8serve.errors import DataError
 from fp8serve.model.config.decoder import read_config
-from fp8serve.model.text.data_files import Rows, read_source
+from fp8serve.model.text.data_files import DataLimits, Rows, read_source
+from fp8serve.model.text.examples import some
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.data import Item, Row, RowCounts, check_length
+from fp8serve.train.data import Item, Row, RowCounts, check_length, nothing_to_learn
 from fp8serve.train.memory import check_layers, memory_estimate
 from fp8serve.train.methods.interface import Reader
 from fp8serve.train.methods.table import reader_of
@@ -74,7 +77,7 @@ def read_files(config: TrainConfig, files: Sequence[str]) -> None:
     """Parses files as the job's method reads them, and tokenizes nothing. DataError: the first thing that is wrong."""
     reader = reader_of(config)
     for path in files:
-        reader.file(path)
+        deque(reader.file(path, config.data_limits), maxlen=0)
 
 
 def some_rows(config: TrainConfig, files: Sequence[str], most: int) -> list[Row]:
@@ -82,7 +85,7 @@ def some_rows(config: TrainConfig, files: Sequence[str], most: int) -> list[Row]
     are skipped, and no more is read than is needed."""
     tokenizer, reader = Tokenizer.from_dir(config.model, config.today), reader_of(config)
     found: list[Row] = []
-    for _, _, example in (e for name in files for e in _examples(reader, name)):
+    for _, _, example in (e for name in files for e in _examples(reader, name, config.data_limits)):
         try:
             items = [] if isinstance(example, DataError) else reader.items([example], tokenizer, config.seq_len)[0]
         except DataError:
@@ -97,7 +100,8 @@ def some_rows(config: TrainConfig, files: Sequence[str], most: int) -> list[Row]
 def look_at_data(config: TrainConfig) -> DataReport:
     """As `validate`, but without the model's configuration, because reading that may take another process."""
     tokenizer = Tokenizer.from_dir(config.model, config.today)
-    items, report, bad = _good_items(config, tokenizer)
+    items, report, bad = _good_items(config, config.data, tokenizer)
+    bad += _good_items(config, config.eval_data, tokenizer)[2]
     lengths = [item.tokens for item in items]
     microbatch = max((sum(lengths[i] for i in m) for s in epoch_steps(lengths, config, 0) for m in s), default=0)
     return DataReport(
@@ -114,11 +118,14 @@ def look_at_data(config: TrainConfig) -> DataReport:
     )
 
 
-def _good_items(config: TrainConfig, tokenizer: Tokenizer) -> tuple[list[Item], RowCounts, list[dict[str, Any]]]:
+def _good_items(
+    config: TrainConfig, files: Sequence[str], tokenizer: Tokenizer
+) -> tuple[list[Item], RowCounts, list[dict[str, Any]]]:
+    """The items of `files`, and what is wrong with them: rows, files without a row, or that nothing can be learnt."""
     items: list[Item] = []
     bad: list[dict[str, Any]] = []
     reader, report = reader_of(config), RowCounts(0, 0, 0, 0, 0, 0)
-    for path, line, found in (e for name in config.data for e in _examples(reader, name)):
+    for path, line, found in (e for name in files for e in _examples(reader, name, config.data_limits)):
         try:
             if isinstance(found, DataError):
                 raise found
@@ -128,6 +135,9 @@ def _good_items(config: TrainConfig, tokenizer: Tokenizer) -> tuple[list[Item], 
             continue
         items += made
         report = RowCounts(*(getattr(report, name) + getattr(one, name) for name in _COUNTS))
+    if files and not items and not bad:
+        nothing = nothing_to_learn(reader, report.examples, files, config.seq_len)
+        bad.append({"file": files[0], "line": None, "message": str(nothing)})
     return items, report, bad
 
 
@@ -135,14 +145,15 @@ _COUNTS = [field.name for field in dataclasses.fields(RowCounts)]
 _Found = tuple[str, int | None, Any]
 
 
-def _examples(reader: Reader[Any, Any], given: str) -> Iterator[_Found]:
-    """(file, line, example), with an error in place of each row that is no example."""
+def _examples(reader: Reader[Any, Any], given: str, limits: DataLimits) -> Iterator[_Found]:
+    """(file, line, example), with an error in place of each row that is no example, and of what cannot be read."""
     try:
-        source = read_source(given)
+        source = read_source(given, reader.columns, limits)
         if isinstance(source, Rows):
-            yield from ((given, number, _parse(reader, row, f"{given}:{number}")) for number, row in source.rows)
+            rows = ((given, number, _parse(reader, row, f"{given}:{number}")) for number, row in source.rows)
+            yield from some(rows, given)
         else:
-            yield from ((given, None, example) for example in reader.file(given))
+            yield from ((given, None, example) for example in reader.file(given, limits))
     except DataError as error:
         yield given, None, error
 

@@ -3,13 +3,14 @@
 import gzip
 import io
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fp8serve.errors import DataError
-from fp8serve.model.text import data_files
+from fp8serve.model.text.data_files import DataLimits
 from fp8serve.model.text.examples import TextExample, read_examples
 
 LINES = b'{"text": "one"}\n{"text": "two"}\n'
@@ -37,20 +38,57 @@ ZIPPED = gzip.compress(LINES, mtime=0)
 def test_a_damaged_gzip_file_is_one_sentence(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "d.jsonl.gz").write_bytes(content)
     with pytest.raises(DataError, match=r"d\.jsonl\.gz is no whole gzip file: "):
-        read_examples([tmp_path / "d.jsonl.gz"])
+        list(read_examples([tmp_path / "d.jsonl.gz"]))
 
 
-@pytest.mark.parametrize(("unpacked", "message"), [(b"\n", "larger than 1 MiB"), (b" ", "a line of more than 0 MiB")])
+LIMITS = DataLimits(rows=1000, row_bytes=1 << 16, bytes=1 << 20)
+ROW = b'{"text": "a"}\n'
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".tsv", ".txt"])
+@pytest.mark.parametrize(
+    ("unpacked", "message"),
+    [
+        pytest.param(ROW, "has more than 1,000 (rows|paragraphs), the most that is read of one file", id="rows"),
+        pytest.param(b"\n" * (2 << 20), "is larger than 1 MiB|a row of more than 65536 bytes", id="bytes"),
+        pytest.param(b" " * (1 << 20), ":1 is a row of more than 65536 bytes|larger than 1 MiB", id="one line"),
+    ],
+)
 def test_limits_hold_for_what_a_gzip_file_unpacks_to(
-    unpacked: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    suffix: str, unpacked: bytes, message: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(data_files, "MAX_DATA_BYTES", 1 << 20)
-    monkeypatch.setattr(data_files, "MAX_LINE_BYTES", 1 << 16)
-    bomb = tmp_path / "bomb.jsonl.gz"
-    bomb.write_bytes(gzip.compress(unpacked * (2 << 20), mtime=0))
-    assert bomb.stat().st_size < 1 << 14
-    with pytest.raises(DataError, match=rf"bomb\.jsonl\.gz (is|has) {message}"):
-        read_examples([bomb])
+    """Also if it is a chain of gzip files."""
+    if unpacked == ROW:
+        many = {".csv": b"text\n" + b"a\n" * 1001, ".tsv": b"text\n" + b"a\n" * 1001, ".txt": b"a\n\n" * 1001}
+        unpacked = many.get(suffix, ROW * 1001)
+    for members in (1, 7):
+        bomb = tmp_path / f"bomb{members}{suffix}.gz"
+        size = len(unpacked) // members + 1
+        bomb.write_bytes(b"".join(gzip.compress(unpacked[i * size : (i + 1) * size]) for i in range(members)))
+        assert bomb.stat().st_size < 1 << 14
+        for path in (bomb, tmp_path / f"plain{suffix}"):
+            path.write_bytes(bomb.read_bytes() if path == bomb else unpacked)
+            with pytest.raises(DataError, match=message):
+                list(read_examples([path], LIMITS))
+
+
+def test_no_more_of_a_bomb_is_unpacked_than_the_limits_allow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row by row: neither the limit of rows nor an element of an array costs more memory than a few rows."""
+    bombs = {"rows.jsonl.gz": ROW * (1 << 20), "rows.json.gz": b"[" + b'{"text": "a"},' * (1 << 20)}
+    for name, content in bombs.items():
+        (tmp_path / name).write_bytes(gzip.compress(content))
+        tracemalloc.start()
+        with pytest.raises(DataError, match="has more than 1,000 rows"):
+            for _ in read_examples([tmp_path / name], DataLimits(rows=1000)):
+                pass
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 1 << 20
+
+
+def test_a_file_within_the_limits_is_read(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(ROW * 1000))
+    assert len(list(read_examples([tmp_path / "d.jsonl.gz"], LIMITS))) == 1000
 
 
 def test_standard_input_is_json_lines_where_it_begins_like_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,10 +98,10 @@ def test_standard_input_is_json_lines_where_it_begins_like_them(monkeypatch: pyt
     assert texts("-") == ["Grüße\n\n{not JSON}"]
     pipe(LINES + b"{", monkeypatch)
     with pytest.raises(DataError, match="standard input:3 is not valid JSON"):
-        read_examples(["-"])
+        list(read_examples(["-"]))
     pipe(b"", monkeypatch)
     with pytest.raises(DataError, match="standard input holds no examples; it is empty"):
-        read_examples(["-"])
+        list(read_examples(["-"]))
 
 
 def test_a_terminal_and_a_closed_standard_input_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,10 +109,10 @@ def test_a_terminal_and_a_closed_standard_input_are_refused(monkeypatch: pytest.
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stdin", terminal)
     with pytest.raises(DataError, match="Standard input is a terminal; give a file"):
-        read_examples(["-"])
+        list(read_examples(["-"]))
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(DataError, match="Standard input is closed; give a file"):
-        read_examples(["-"])
+        list(read_examples(["-"]))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +129,7 @@ def test_a_terminal_and_a_closed_standard_input_are_refused(monkeypatch: pytest.
 def test_bytes_that_are_no_text(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
-        read_examples([tmp_path / name])
+        list(read_examples([tmp_path / name]))
 
 
 def test_a_text_of_one_line_of_ten_megabytes(tmp_path: Path) -> None:
@@ -137,25 +175,25 @@ def test_a_file_of_a_data_set_on_the_hub(hub: Hub) -> None:
 def test_a_data_set_with_several_files_wants_a_name(hub: Hub) -> None:
     (hub.folder / "test.jsonl.gz").write_bytes(gzip.compress(LINES, mtime=0))
     with pytest.raises(DataError, match=r"holds 2 files, such as test\.jsonl\.gz; add /FILE"):
-        read_examples(["hf://datasets/org/set"])
+        list(read_examples(["hf://datasets/org/set"]))
     for name in ("train.jsonl", "test.jsonl.gz"):
         (hub.folder / name).rename(hub.folder / f"{name}.zst")
     with pytest.raises(DataError, match="holds no file that is read"):
-        read_examples(["hf://datasets/org/set"])
+        list(read_examples(["hf://datasets/org/set"]))
 
 
 def test_what_the_hub_does_not_give_is_one_sentence(hub: Hub) -> None:
     with pytest.raises(DataError) as refused:
-        read_examples(["hf://datasets/org/set/none.txt"])
+        list(read_examples(["hf://datasets/org/set/none.txt"]))
     said = "hf://datasets/org/set/none.txt could not be had from the hub: 404 Client Error."
     assert str(refused.value) == said
     for name in ("hf://org/set/a.txt", "hf://datasets/set", "hf://models/org/set/a.txt"):
         with pytest.raises(DataError, match="is no data set on the hub; write hf://datasets/OWNER/NAME/FILE"):
-            read_examples([name])
+            list(read_examples([name]))
 
 
 def test_a_path_is_never_a_name_on_the_hub_or_standard_input(hub: Hub) -> None:
     for name in ("hf://datasets/org/set/train.jsonl", "-"):
         with pytest.raises(DataError):
-            read_examples([Path(name)])
+            list(read_examples([Path(name)]))
     assert not hub.asked

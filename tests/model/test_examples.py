@@ -41,7 +41,7 @@ def lines(path: Path, *rows: Any) -> Path:
 def test_json_lines_of_all_kinds_in_order(tmp_path: Path) -> None:
     rows = ({"text": "a", "id": 7}, "", {"prompt": "p", "completion": "c"}, {"messages": CHAT})
     path = lines(tmp_path / "d.jsonl", *rows)
-    assert read_examples([path]) == [
+    assert list(read_examples([path])) == [
         TextExample("a", f"{path}:1"),
         PromptExample("p", "c", f"{path}:3"),
         ChatExample(tuple(CHAT), f"{path}:4"),
@@ -87,7 +87,7 @@ def test_text_becomes_passages_of_whole_paragraphs(tmp_path: Path) -> None:
 def test_broken_lines_are_named(row: Any, message: str, tmp_path: Path) -> None:
     path = lines(tmp_path / "d.jsonl", {"text": "fine"}, row)
     with pytest.raises(DataError, match=message) as caught:
-        read_examples([path])
+        list(read_examples([path]))
     assert "d.jsonl:2" in str(caught.value)
 
 
@@ -98,10 +98,10 @@ def test_what_only_an_ignored_column_holds_is_no_error(tmp_path: Path) -> None:
 
 def test_a_prompt_beside_messages_is_a_note(tmp_path: Path) -> None:
     path = lines(tmp_path / "d.jsonl", {"prompt": "hi", "prompt_id": "7", "messages": CHAT})
-    assert read_examples([path]) == [ChatExample(tuple(CHAT), f"{path}:1")]
+    assert list(read_examples([path])) == [ChatExample(tuple(CHAT), f"{path}:1")]
     path = lines(tmp_path / "d.jsonl", {"prompt": "hi", "completion": "yes", "messages": CHAT})
     with pytest.raises(DataError, match="has both prompt and messages"):
-        read_examples([path])
+        list(read_examples([path]))
 
 
 @pytest.mark.parametrize(
@@ -117,14 +117,14 @@ def test_a_prompt_beside_messages_is_a_note(tmp_path: Path) -> None:
 def test_unusable_files(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
-        read_examples([tmp_path / name])
+        list(read_examples([tmp_path / name]))
 
 
 def test_missing_file_and_directory(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
-        read_examples([tmp_path / "none.txt"])
+        list(read_examples([tmp_path / "none.txt"]))
     with pytest.raises(DataError, match="cannot be read"):
-        read_examples([tmp_path])
+        list(read_examples([tmp_path]))
 
 
 def learnt(tokenizer: Tokenizer, example: Any) -> str:

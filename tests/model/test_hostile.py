@@ -308,7 +308,7 @@ def test_data_files_of_odd_kinds(make: Callable[[Path], None], suffix: str, tmp_
     path = tmp_path / f"data{suffix}"
     make(path)
     with pytest.raises(DataError) as refused:
-        read_examples([path])
+        list(read_examples([path]))
     assert path.name in sentence_of(refused.value)
 
 
@@ -319,4 +319,4 @@ def test_data_rows_of_wrong_types(tmp_path: Path) -> None:
     for original, at in [(row, place) for row in rows for place in places(row)]:
         for value in WRONG:
             path.write_text(json.dumps(replaced(original, at, value)) + "\n")
-            outcome(lambda: read_examples([path]), f"{at} = {value!r:.60}")
+            outcome(lambda: list(read_examples([path])), f"{at} = {value!r:.60}")

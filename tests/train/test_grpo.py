@@ -426,7 +426,7 @@ def test_a_dry_run_lists_bad_rows_and_drops_prompts_without_room(grpo: Configure
     prose = tmp_path / "prose.txt"
     prose.write_text("Nobody asks this.")
     with pytest.raises(DataError, match="is prose, which holds no prompts"):
-        read_prompts(prose)
+        list(read_prompts(prose))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A job's process: its files and its exit status; a kill changes no bit of the result."""
 
 import fcntl
+import gzip
 import json
 import os
 import signal
@@ -59,6 +60,15 @@ def handlers() -> Any:
     yield
     for number, handler in saved.items():
         signal.signal(number, handler)
+
+
+def test_a_packed_file_of_too_many_rows_fails_the_job_in_one_sentence(tmp_path: Path, configure: Configure) -> None:
+    bomb = tmp_path / "rows.jsonl.gz"
+    bomb.write_bytes(gzip.compress(b'{"text": "a"}\n' * 1_000_000))
+    job = make_job(tmp_path / "job", configure, data=[str(bomb)], max_rows=100)
+    assert job_process.main([str(job)]) == EXIT_FAILED
+    why = f"{bomb} has more than 100 rows, the most that is read of one file; give fewer."
+    assert events(job)[-1]["message"] == why
 
 
 def test_a_job_leaves_events_and_a_result(job: Path) -> None:

@@ -1,5 +1,6 @@
 """The dry run lists all errors, counts like a run, and loads no torch."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -42,6 +43,48 @@ def test_every_bad_line_is_listed_by_number(configure: Configure, tmp_path: Path
     assert report.data.rows == 1
 
 
+UNUSED = {
+    "sft": '{"messages": [{"role": "user", "content": "%s"}, {"role": "assistant", "content": "b"}]}' % ("a " * 99),
+    "dpo": '{"prompt": "a", "chosen": "b", "rejected": "b"}',
+    "grpo": json.dumps({"prompt": "a " * 99}),
+}
+LACKS = {"sft": "a token to learn from", "dpo": "two different answers", "grpo": "a prompt with room for an answer"}
+
+
+@pytest.mark.parametrize(
+    ("method", "field"),
+    [("sft", "data"), ("sft", "eval_data"), ("dpo", "data"), ("dpo", "eval_data"), ("grpo", "data")],
+)
+def test_a_file_of_which_nothing_is_learnt_is_one_sentence(
+    method: str, field: str, configure: Configure, tmp_path: Path
+) -> None:
+    rows = {"sft": '{"prompt": "a", "completion": "b"}', "dpo": '{"chosen": "a b", "rejected": "a c"}'}
+    (tmp_path / "good.jsonl").write_text(rows.get(method, '{"prompt": "a b"}') + "\n")
+    for name, content in {"empty.jsonl": "\n", "dropped.jsonl": UNUSED[method] + "\n"}.items():
+        path = tmp_path / name
+        path.write_text(content)
+        files = {"data": [str(tmp_path / "good.jsonl")], "eval_data": []} | {field: [str(path)]}
+        grader = {"grader_url": "http://localhost:1"} if method == "grpo" else {}
+        report = validate(configure(method=method, seq_len=16, **files, **grader))
+        (bad,) = report.bad_lines
+        assert not report.ok
+        assert (bad["file"], bad["line"]) == (str(path), None)
+        empty = f"{path} holds no examples; it is empty."
+        assert bad["message"].startswith(
+            empty
+            if name == "empty.jsonl"
+            else f"None of the 1 examples in {path} has {LACKS[method]} within seq_len 16;"
+        )
+
+
+def test_limits_hold_in_a_dry_run(configure: Configure, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "red"}\n' * 9))
+    report = validate(configure(data=[str(path)], max_rows=8))
+    assert report.bad_lines[0]["message"].startswith(f"{path} has more than 8 rows, the most that is read of one file;")
+    assert report.data.rows == 8
+
+
 def test_the_sample_marks_what_carries_loss(configure: Configure) -> None:
     (prompt, masked), (completion, learnt) = validate(configure()).sample
     assert (masked, learnt) == (False, True)
@@ -61,6 +104,10 @@ def test_the_command_line_shows_it_and_trains_nothing(
     assert "data.jsonl:2 is not valid JSON" in said
     assert "1 rows, " in said
     assert "red»" in said
+    (tmp_path / "data.jsonl").write_text("")
+    assert main(command) == 1
+    assert "data.jsonl holds no examples; it is empty." in capsys.readouterr().out
+    (tmp_path / "data.jsonl").write_text("{oops")
     assert main([*command, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["bad_line_count"] == 1
     assert not out.exists()

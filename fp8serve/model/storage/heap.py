@@ -1,4 +1,4 @@
-"""Freed memory returned to the operating system.
+"""The memory of this process: freed blocks returned to the operating system, and a bound on what a step may take.
 
 glibc keeps a freed block that lies below one in use. A calibration frees matrices of all sizes between small tensors
 that stay, so with every layer its heap would grow by about the size of the layer's weights. Stacking experts' weights
@@ -6,8 +6,12 @@ would leave as much unused memory behind as the stacks take.
 """
 
 import ctypes
+import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 KEPT = 256 << 20  # bytes, about the temporaries of a small model; faulting them in again would cost a tenth of the time
@@ -45,3 +49,27 @@ def _glibc() -> Any:
     if hasattr(libc, "mallinfo2"):
         libc.mallinfo2.restype = _Usage  # type: ignore[union-attr]
     return libc
+
+
+def address_space() -> int | None:
+    """Bytes of address space that this process uses; None where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except OSError:
+        return None
+
+
+@contextmanager
+def limited_memory(most: int) -> Iterator[None]:
+    """Inside the block this process, all its threads included, may map at most `most` further bytes; beyond that
+    allocations fail, in Python with MemoryError. Without /proc (macOS) nothing is limited."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if (used := address_space()) is None:
+        yield
+        return
+    bounds = [bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min([used + most, *bounds]), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

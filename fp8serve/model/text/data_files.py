@@ -1,25 +1,32 @@
 """Where data come from: files, gzip files, standard input and data sets on the Hugging Face hub, row by row.
 
-Only a JSON array is read whole: a file of JSON lines costs the memory of its examples. The limits apply to the unpacked
-content of a gzip file, so that a small file which unpacks into a terabyte is refused like a terabyte itself.
+Every file is read row by row, so that it costs the memory of what is made of its rows. `DataLimits` bounds that: the
+rows of a file, the bytes of one and the bytes of all, counted as they are unpacked. A small file that unpacks into a
+terabyte, or into a billion rows, is refused where it exceeds them. All programs read data here; a server has limits of
+its own (`TrainConfig.data_limits`).
 """
 
+import codecs
 import gzip
 import re
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from fp8serve.errors import DataError, one_line
 from fp8serve.model.storage.files import open_file
-from fp8serve.model.text.tables import Row, array_rows, csv_rows, parquet_rows
+from fp8serve.model.text.parquet import parquet_rows
+from fp8serve.model.text.tables import Row, array_rows, csv_rows, too_large
 
-MAX_DATA_BYTES = 4 << 30  # of one file, unpacked; its examples are held in memory
-MAX_LINE_BYTES = 256 << 20
+T = TypeVar("T")
+
+MAX_DATA_BYTES = 4 << 30  # of one file
+PIECE = 1 << 16  # bytes of a file that is not read by lines
 STDIN = "-"
 TEXT_SUFFIXES = (".txt", ".md")
 JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
@@ -38,6 +45,18 @@ def source_name(given: Path | str) -> str:
 
 
 @dataclass(frozen=True)
+class DataLimits:
+    """What one file may hold, unpacked. rows: or paragraphs; row_bytes: of one of them; bytes: of all of them."""
+
+    rows: int = 10_000_000
+    row_bytes: int = 256 << 20
+    bytes: int = MAX_DATA_BYTES
+
+
+LIMITS = DataLimits()
+
+
+@dataclass(frozen=True)
 class Rows:
     """rows: (number from 1, a line of JSON or the columns of a row), as they are read; DataError while iterating: the
     rest cannot be read."""
@@ -47,23 +66,37 @@ class Rows:
 
 @dataclass(frozen=True)
 class Prose:
-    """lines: without their ends, as they are read; DataError as above."""
+    """paragraphs: the parts between empty lines, as they are read; DataError as above."""
 
-    lines: Iterator[str]
+    paragraphs: Iterator[str]
 
 
-def read_source(given: Path | str, every_column: bool = False) -> Rows | Prose:
+def read_source(given: Path | str, columns: Collection[str] | None = None, limits: DataLimits = LIMITS) -> Rows | Prose:
     """The source for a path or, for a str, also for `-`, standard input, which is JSON lines if it begins with `{`, or
-    for hf://datasets/OWNER/NAME[@REVISION][/FILE]. The suffix of a file's name gives its kind. every_column: also of
-    Parquet files, of which else only those are read that rows to learn from may have.
+    for hf://datasets/OWNER/NAME[@REVISION][/FILE]. The suffix of a file's name gives its kind. columns: those that are
+    read of a Parquet file; None for all.
 
-    DataError: it cannot be read, or is of an unsupported kind.
+    DataError: it cannot be read, or is of an unsupported kind. While iterating: a limit is exceeded.
     """
+    source, name = _source(given, columns, limits), source_name(given)
+    if isinstance(source, Rows):
+        return Rows(_counted(source.rows, name, limits.rows, "rows"))
+    return Prose(_counted(source.paragraphs, name, limits.rows, "paragraphs"))
+
+
+def _counted(items: Iterator[T], name: str, most: int, what: str) -> Iterator[T]:
+    for count, item in enumerate(items, 1):
+        if count > most:
+            raise DataError(f"{name} has more than {most:,} {what}, the most that is read of one file; give fewer.")
+        yield item
+
+
+def _source(given: Path | str, columns: Collection[str] | None, limits: DataLimits) -> Rows | Prose:
     if given == STDIN:
-        return _told_apart(_lines(_stdin(), source_name(given)))
+        return _told_apart(_lines(_stdin(), source_name(given), limits), source_name(given), limits)
     path = local_file(given)
     open_file(path, MAX_DATA_BYTES, DataError).close()  # a missing file is reported before an unsupported name
-    return _by_suffix(path, Path(path.stem if _is_gzip(path) else path.name).suffix.lower(), every_column)
+    return _by_suffix(path, Path(path.stem if _is_gzip(path) else path.name).suffix.lower(), columns, limits)
 
 
 def local_file(given: Path | str) -> Path:
@@ -81,17 +114,18 @@ def is_lines(name: str) -> bool:
     return not name.endswith((".json", ".gz", PARQUET_SUFFIX))
 
 
-def _by_suffix(path: Path, suffix: str, every_column: bool) -> Rows | Prose:
+def _by_suffix(path: Path, suffix: str, columns: Collection[str] | None, limits: DataLimits) -> Rows | Prose:
     if suffix == PARQUET_SUFFIX and not _is_gzip(path):
-        return Rows(parquet_rows(path, MAX_DATA_BYTES, every_column))
+        return Rows(parquet_rows(path, limits.bytes, limits.row_bytes, columns))
     if suffix in DELIMITERS:
-        return Rows(csv_rows(_file_lines(path, whole=True), str(path), DELIMITERS[suffix], MAX_LINE_BYTES))
-    if suffix in JSON_LINES_SUFFIXES:
-        return _json_lines(_file_lines(path))
-    if suffix == ".json":
-        return _array_or_lines(_file_lines(path), str(path))
+        lines = _file_lines(path, limits, whole=True)
+        return Rows(csv_rows(lines, str(path), DELIMITERS[suffix], limits.row_bytes))
+    if suffix == ".json" and _begins_with(path, "[", limits):
+        return Rows(array_rows(_file_pieces(path, limits), str(path), limits.row_bytes))
+    if suffix in (*JSON_LINES_SUFFIXES, ".json"):  # the hub holds many files of JSON lines that are called .json
+        return _json_lines(_file_lines(path, limits))
     if suffix in TEXT_SUFFIXES:
-        return Prose(_file_lines(path))
+        return Prose(_paragraphs(_file_lines(path, limits), str(path), limits))
     raise DataError(
         f"{path} is neither text (.txt, .md), JSON lines (.jsonl), JSON, CSV, TSV nor Parquet; convert it to one of "
         "them."
@@ -102,48 +136,85 @@ def _json_lines(lines: Iterator[str]) -> Rows:
     return Rows((number, line) for number, line in enumerate(lines, 1) if line.strip())
 
 
-def _array_or_lines(lines: Iterator[str], name: str) -> Rows:
-    """The hub holds many files of JSON lines that are called .json."""
-    head, lines = _beginning(lines)
-    return Rows(array_rows(lines, name)) if head.startswith("[") else _json_lines(lines)
+def _begins_with(path: Path, character: str, limits: DataLimits) -> bool:
+    """Whether it is the first character of a file that is no white space."""
+    first = next((piece for piece in _file_pieces(path, limits) if piece.strip()), "")
+    return first.lstrip().startswith(character)
 
 
 def _is_gzip(path: Path) -> bool:
     return path.suffix.lower() == ".gz"
 
 
-def _file_lines(path: Path, whole: bool = False) -> Iterator[str]:
-    """`whole`: with their ends."""
+@contextmanager
+def _unpacked(path: Path) -> Iterator[BinaryIO | gzip.GzipFile]:
+    """The content of a file, open for reading."""
     with open_file(path, MAX_DATA_BYTES, DataError) as file:
         try:
-            yield from _lines(gzip.GzipFile(fileobj=file) if _is_gzip(path) else file, str(path), whole)
+            yield gzip.GzipFile(fileobj=file) if _is_gzip(path) else file
         except (EOFError, zlib.error, gzip.BadGzipFile) as e:
             raise DataError(f"{path} is no whole gzip file: {one_line(e)}.") from None
         except OSError as e:
             raise DataError(f"{path} cannot be read: {e.strerror or e}.") from None
 
 
-def _lines(file: BinaryIO | gzip.GzipFile, name: str, whole: bool = False) -> Iterator[str]:
+def _file_lines(path: Path, limits: DataLimits, whole: bool = False) -> Iterator[str]:
+    """`whole`: with their ends."""
+    with _unpacked(path) as file:
+        yield from _lines(file, str(path), limits, whole)
+
+
+def _file_pieces(path: Path, limits: DataLimits) -> Iterator[str]:
+    """The text of a file in pieces of about PIECE characters. A byte-order mark is dropped."""
+    decoder, read, name = codecs.getincrementaldecoder("utf-8-sig")(), 0, str(path)
+    with _unpacked(path) as file:
+        while raw := file.read(PIECE):
+            _check_size(name, read + len(raw), limits)
+            try:
+                piece = decoder.decode(raw)
+            except UnicodeDecodeError as e:  # whose object begins with what was left of the piece before
+                raise _not_utf8(name, read + len(raw) - len(e.object) + e.start) from None
+            _check_text(piece, raw, name, read)
+            read += len(raw)
+            yield piece
+        if decoder.getstate()[0]:
+            raise _not_utf8(name, read - len(decoder.getstate()[0]))
+
+
+def _lines(file: BinaryIO | gzip.GzipFile, name: str, limits: DataLimits, whole: bool = False) -> Iterator[str]:
     """Only newlines end a line. A byte-order mark is dropped."""
-    read = 0
-    while raw := file.readline(MAX_LINE_BYTES + 1):
-        if len(raw) > MAX_LINE_BYTES:
-            raise DataError(f"{name} has a line of more than {MAX_LINE_BYTES >> 20} MiB; break it into shorter ones.")
-        if read + len(raw) > MAX_DATA_BYTES:
-            raise DataError(f"{name} is larger than {MAX_DATA_BYTES >> 20} MiB, the most that is read; give less.")
+    read = number = 0
+    while raw := file.readline(limits.row_bytes + 1):
+        number += 1
+        if len(raw) > limits.row_bytes:
+            raise too_large(name, number, limits.row_bytes)
+        _check_size(name, read + len(raw), limits)
         line = _decoded(raw, name, read)
         yield line if whole else line.removesuffix("\n").removesuffix("\r")
         read += len(raw)
+
+
+def _check_size(name: str, size: int, limits: DataLimits) -> None:
+    if size > limits.bytes:
+        raise DataError(f"{name} is larger than {limits.bytes >> 20} MiB, the most that is read; give less.")
 
 
 def _decoded(raw: bytes, name: str, start: int) -> str:
     try:
         text = raw.decode("utf-8" if start else "utf-8-sig")
     except UnicodeDecodeError as e:
-        raise DataError(f"{name} is not UTF-8 text: byte {start + e.start} cannot be read.") from None
+        raise _not_utf8(name, start + e.start) from None
+    _check_text(text, raw, name, start)
+    return text
+
+
+def _not_utf8(name: str, position: int) -> DataError:
+    return DataError(f"{name} is not UTF-8 text: byte {position} cannot be read.")
+
+
+def _check_text(text: str, raw: bytes, name: str, start: int) -> None:
     if "\0" in text:
         raise DataError(f"{name} is not text: byte {start + raw.index(0)} is zero.")
-    return text
 
 
 def _stdin() -> BinaryIO:
@@ -154,9 +225,25 @@ def _stdin() -> BinaryIO:
     return sys.stdin.buffer
 
 
-def _told_apart(lines: Iterator[str]) -> Rows | Prose:
+def _told_apart(lines: Iterator[str], name: str, limits: DataLimits) -> Rows | Prose:
     head, lines = _beginning(lines)
-    return _json_lines(lines) if head.startswith("{") else Prose(lines)
+    return _json_lines(lines) if head.startswith("{") else Prose(_paragraphs(lines, name, limits))
+
+
+def _paragraphs(lines: Iterator[str], name: str, limits: DataLimits) -> Iterator[str]:
+    """The parts between empty lines; those of white space alone are left out."""
+    part: list[str] = []
+    size = 0
+    for number, line in enumerate(chain(lines, [""]), 1):
+        if not line:
+            if any(map(str.strip, part)):
+                yield "\n".join(part)
+            part, size = [], 0
+            continue
+        part.append(line)
+        size += len(line) + 1
+        if size > limits.row_bytes + 1:  # the last line may have no end
+            raise too_large(name, number, limits.row_bytes)
 
 
 def _beginning(lines: Iterator[str]) -> tuple[str, Iterator[str]]:

@@ -5,16 +5,15 @@ tokens as serving does: a prompt is tokenized exactly as a request would be, a c
 template. Only completions and the assistant's turns are learnt; the rest is context. No torch here.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fp8serve.errors import DataError, Fp8ServeError, json_kind, one_line, shown
 from fp8serve.model.text.chat_rows import messages_of, tools_of, valid_unicode
 from fp8serve.model.text.conversation import for_template
-from fp8serve.model.text.data_files import Rows, read_source, source_name
+from fp8serve.model.text.data_files import LIMITS, DataLimits, Rows, read_source, source_name
 from fp8serve.model.text.tables import JSON_ROWS
 from fp8serve.model.text.tokenizer import Tokenizer
 
@@ -60,64 +59,60 @@ class TokenizedExample:
     loss_mask: list[bool]
 
 
-def read_examples(sources: Iterable[Path | str]) -> list[Example]:
+def read_examples(sources: Iterable[Path | str], limits: DataLimits = LIMITS) -> Iterator[Example]:
     """All examples of all sources (data_files.py), in order: passages of whole paragraphs for text, else one per row.
 
-    DataError: a source is missing, empty, of another kind, or has a broken line, which is named by its number.
+    DataError while iterating: a source is missing, empty, too large, of another kind, or has a broken line, which is
+    named by its number.
     """
-    return [example for given in sources for example in _read(given)]
-
-
-def _read(given: Path | str) -> list[Example]:
-    name = source_name(given)
-    source = read_source(given)
-    found: list[Example]
-    found = _made(source, name, example_of) if isinstance(source, Rows) else list(_passages(source.lines, name))
-    return _some(found, name)
+    for given in sources:
+        source, name = read_source(given, COLUMNS, limits), source_name(given)
+        is_rows = isinstance(source, Rows)
+        yield from some(_made(source, name, example_of) if is_rows else _passages(source.paragraphs, name), name)
 
 
 def read_rows(
-    given: Path | str, make: Callable[[str | Mapping[str, Any], str], T], prose: str, every_column: bool = False
-) -> list[T]:
-    """`make(row, where)` of all rows of a source (data_files.py, also for `every_column`), in order.
+    given: Path | str,
+    make: Callable[[str | Mapping[str, Any], str], T],
+    prose: str,
+    columns: Collection[str] | None,
+    limits: DataLimits = LIMITS,
+) -> Iterator[T]:
+    """`make(row, where)` of all rows of a source (data_files.py, also for `columns`), in order.
 
-    DataError: the source is missing, empty, has a broken row, or is prose: `prose` says why that is of no use.
+    DataError while iterating: the source is missing, empty, too large, has a broken row, or is prose: `prose` says why
+    that is of no use.
     """
-    source, name = read_source(given, every_column), source_name(given)
+    source, name = read_source(given, columns, limits), source_name(given)
     if not isinstance(source, Rows):
         raise DataError(f"{name} is prose, which {prose}")
-    return _some(_made(source, name, make), name)
+    yield from some(_made(source, name, make), name)
 
 
-def _made(source: Rows, name: str, make: Callable[[str | Mapping[str, Any], str], T]) -> list[T]:
-    return [make(row, f"{name}:{number}") for number, row in source.rows]
+def _made(source: Rows, name: str, make: Callable[[str | Mapping[str, Any], str], T]) -> Iterator[T]:
+    return (make(row, f"{name}:{number}") for number, row in source.rows)
 
 
-def _some(found: list[T], name: str) -> list[T]:
-    """DataError when there is none."""
-    if not found:
+def some(examples: Iterator[T], name: str) -> Iterator[T]:
+    """All of them, which are those of the source `name`; DataError if there is none."""
+    empty = True
+    for example in examples:
+        empty = False
+        yield example
+    if empty:
         raise DataError(f"{name} holds no examples; it is empty.")
-    return found
 
 
-def _passages(lines: Iterator[str], name: str) -> Iterator[TextExample]:
+def _passages(paragraphs: Iterator[str], name: str) -> Iterator[TextExample]:
     """Consecutive paragraphs together while they are short; a paragraph is never split."""
     passage: list[str] = []
-    for paragraph in _paragraphs(lines):
+    for paragraph in paragraphs:
         if passage and sum(map(len, passage)) + len(paragraph) > PASSAGE_CHARS:
             yield TextExample("\n\n".join(passage), name)
             passage = []
         passage.append(paragraph)
     if passage:
         yield TextExample("\n\n".join(passage), name)
-
-
-def _paragraphs(lines: Iterator[str]) -> Iterator[str]:
-    """The parts between empty lines."""
-    for is_text, group in groupby(lines, key=bool):
-        paragraph = "\n".join(group)
-        if is_text and paragraph.strip():
-            yield paragraph
 
 
 def example_of(row: str | Mapping[str, Any], where: str) -> Example:
@@ -159,6 +154,8 @@ def example_from(row: Mapping[str, Any], where: str = "example") -> Example:
 
 
 _COLUMNS = {"text": ("text",), "prompt": ("prompt", "completion"), "messages": ("messages",)}
+COLUMNS = ("text", "prompt", "completion", "messages", "tools", "functions")
+"""Those of a row that are read."""
 
 
 def _text(row: Mapping[str, Any], column: str, where: str) -> str:

@@ -1,27 +1,22 @@
-"""Rows of files that hold a table: a JSON array of objects, CSV with a header, Parquet.
+"""Rows of files that hold a table as text: a JSON array of objects, CSV with a header. parquet.py has the third kind.
 
-A column that is empty or null in a row is left out of it. Cells of `messages` and `tools` may be JSON text
-(chat_rows.py).
+A column that is empty in a row is left out of it. Cells of `messages` and `tools` may be JSON text (chat_rows.py). Both
+readers hold one row at a time, however the file is broken into lines.
 """
 
 import csv
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 from fp8serve.errors import DataError, json_kind, one_line, shown
 
-COLUMNS = (
-    *("text", "prompt", "completion", "messages", "tools", "functions"),
-    *("chosen", "rejected", "input", "preferred_output", "non_preferred_output"),
-)
-"""The columns that are read from Parquet files."""
-MAX_ARRAY_BYTES = 256 << 20  # a JSON array is read whole
-ROWS_AT_ONCE = 256
-
 MAX_DIGITS = 4300  # of a whole number; Python's own limit for int
+LONGEST_LITERAL = 12  # characters; an error so near to the end of a piece may be the piece's
+
+Row = Mapping[str, Any]
+Numbered = Iterator[tuple[int, Row]]
 
 
 def _whole_number(digits: str) -> int | Decimal:
@@ -32,70 +27,120 @@ def _whole_number(digits: str) -> int | Decimal:
 JSON_ROWS = json.JSONDecoder(parse_int=_whole_number)
 """Reads a row. A value that only an ignored column may have (NaN, a number of any length) is no error here."""
 
-Row = Mapping[str, Any]
-Numbered = Iterator[tuple[int, Row]]
+
+def too_large(name: str, number: int, most: int) -> DataError:
+    """The error for a row of more than `most` bytes or characters."""
+    size = f"{most >> 20} MiB" if most >= 1 << 20 else f"{most} bytes"
+    return DataError(f"{name}:{number} is a row of more than {size}, the most that is read; shorten it.")
 
 
-def array_rows(lines: Iterable[str], name: str) -> Numbered:
-    """(number from 1, object) of a JSON array. DataError: it is not an array, or is too large."""
-    text = "\n".join(_at_most(MAX_ARRAY_BYTES, lines, name))
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as e:
-        raise DataError(f"{name} is not valid JSON: {one_line(e)}.") from None
-    for number, row in enumerate(found, 1):
-        if not isinstance(row, dict):
-            raise DataError(f"{name}:{number} is {json_kind(row)} where an object was expected.")
-        yield number, row
+def array_rows(pieces: Iterator[str], name: str, longest: int) -> Numbered:
+    """(number from 1, object) of a JSON array that comes in pieces of any length. longest: characters of an element.
+
+    DataError: it is no array, has another element than objects, or one that is longer.
+    """
+    return _Array(pieces, name, longest).rows()
 
 
-def _at_most(limit: int, lines: Iterable[str], name: str) -> Iterator[str]:
-    read = 0
-    for line in lines:
-        read += len(line) + 1
-        if read > limit:
-            raise DataError(f"{name} is a JSON array of more than {limit >> 20} MiB; write it as JSON lines (.jsonl).")
-        yield line
+class _Array:
+    """Reads element after element; holds the text from `at` on, at most about twice the longest element."""
+
+    def __init__(self, pieces: Iterator[str], name: str, longest: int) -> None:
+        self._pieces, self._name, self._longest = pieces, name, longest
+        self._text, self._at = "", 0
+
+    def rows(self) -> Numbered:
+        self._take("[")
+        number = 0
+        while self._peek() != "]" or number:
+            number += 1
+            yield number, self._element(number)
+            if self._peek() != ",":
+                break
+            self._at += 1
+        self._take("]")
+        if self._peek():
+            raise self._invalid("there is more behind the array")
+
+    def _element(self, number: int) -> Row:
+        self._peek()
+        while True:
+            try:
+                value, end = JSON_ROWS.raw_decode(self._text, self._at)
+            except (ValueError, RecursionError) as error:
+                if len(self._text) - self._at > self._longest:
+                    raise too_large(self._name, number, self._longest) from None
+                if self._may_be_cut(error) and self._grow():
+                    continue
+                raise self._invalid(getattr(error, "msg", error), number) from None
+            if end - self._at > self._longest:
+                raise too_large(self._name, number, self._longest)
+            if not isinstance(value, dict):
+                raise DataError(f"{self._name}:{number} is {json_kind(value)} where an object was expected.")
+            self._at = end
+            return value
+
+    def _may_be_cut(self, error: Exception) -> bool:
+        if not isinstance(error, json.JSONDecodeError):
+            return False
+        return error.msg.startswith("Unterminated string") or error.pos >= len(self._text) - LONGEST_LITERAL
+
+    def _peek(self) -> str:
+        """The next character that is no white space; empty at the end."""
+        while True:
+            while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
+                self._at += 1
+            if self._at < len(self._text) or not self._grow():
+                return self._text[self._at : self._at + 1]
+
+    def _take(self, character: str) -> None:
+        if self._peek() != character:
+            raise self._invalid(f"expected '{character}', found {shown(self._peek() or 'the end')}")
+        self._at += 1
+
+    def _grow(self) -> bool:
+        """Doubles the text, so that an element costs no more than a few times its length; False at the end."""
+        parts = [self._text[self._at :]]
+        wanted = 2 * len(parts[0]) + 1
+        while sum(map(len, parts)) < wanted and (piece := next(self._pieces, "")):
+            parts.append(piece)
+        self._text, self._at = "".join(parts), 0
+        return len(parts) > 1
+
+    def _invalid(self, why: object, number: int | None = None) -> DataError:
+        where = self._name if number is None else f"{self._name}:{number}"
+        return DataError(f"{where} is not valid JSON: {one_line(why)}.")
 
 
 def csv_rows(lines: Iterable[str], name: str, delimiter: str, longest: int) -> Numbered:
-    """(number of the line that ends the row, row) of CSV lines with their ends. longest: characters of a cell."""
+    """(number of the line that ends the row, row) of CSV lines with their ends. longest: characters of a row."""
     csv.field_size_limit(longest)  # of the whole process: there is no other, and 131,072 is less than a chapter
-    reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
+    row_lines = _RowLines(lines, name, longest)
+    reader = csv.reader(row_lines, delimiter=delimiter, strict=True)
     try:
-        for row in reader:
-            if None in row:
-                raise DataError(f"{name}:{reader.line_num} has more cells than the header {shown(reader.fieldnames)}.")
-            yield reader.line_num, {column: cell for column, cell in row.items() if cell}
+        header = next((cells for cells in reader if cells), [])
+        row_lines.size = 0
+        for cells in reader:
+            row_lines.size = 0
+            if len(cells) > len(header):
+                raise DataError(f"{name}:{reader.line_num} has more cells than the header {shown(header)}.")
+            if cells:
+                yield reader.line_num, {column: cell for column, cell in zip(header, cells, strict=False) if cell}
     except csv.Error as e:
-        raise DataError(f"{name}:{reader.reader.line_num} is not valid CSV: {one_line(e)}.") from None
+        raise DataError(f"{name}:{reader.line_num} is not valid CSV: {one_line(e)}.") from None
 
 
-def parquet_rows(path: Path, largest: int, every_column: bool = False) -> Numbered:
-    """(number from 1, row) of a Parquet file, with only its COLUMNS unless all are wanted. largest: bytes, unpacked.
+class _RowLines:
+    """The lines, of which one row may take only so many: a quoted cell holds line ends. size: characters of the row so
+    far."""
 
-    DataError: it is not a Parquet file, is larger, or `pyarrow` is not installed.
-    """
-    try:
-        from pyarrow import ArrowException  # type: ignore[import-untyped,import-not-found,unused-ignore]
-        from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped,import-not-found,unused-ignore]
-    except ImportError:
-        raise DataError(f"Reading {path} takes pyarrow: pip install 'fp8serve[parquet]'.") from None
-    try:
-        with ParquetFile(path) as file:
-            meta = file.metadata
-            if sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups)) > largest:
-                raise DataError(f"{path} is larger than {largest >> 20} MiB, the most that is read; give less.")
-            names = file.schema_arrow.names
-            columns = [name for name in names if every_column or name in COLUMNS] or names
-            batches = file.iter_batches(ROWS_AT_ONCE, columns=columns)
-            yield from enumerate((_without_nulls(row) for batch in batches for row in batch.to_pylist()), 1)
-    except (ArrowException, OSError) as e:
-        raise DataError(f"{path} is not a Parquet file that can be read: {one_line(e)}.") from None
+    def __init__(self, lines: Iterable[str], name: str, longest: int) -> None:
+        self._lines, self._name, self._longest = enumerate(lines, 1), name, longest
+        self.size = 0
 
-
-def _without_nulls(value: Any) -> Any:
-    """Arrow gives every object the keys of all others, as null."""
-    if isinstance(value, dict):
-        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
-    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
+    def __iter__(self) -> Iterator[str]:
+        for number, line in self._lines:
+            self.size += len(line)
+            if self.size > self._longest:
+                raise too_large(self._name, number, self._longest)
+            yield line

@@ -32,10 +32,9 @@ async def check_data(parser: RequestParser, body: FinetuneBody, config: TrainCon
     """Fault 4xx naming the first row that cannot be trained on: rows of `data` are tokenized, files are parsed."""
     if body.data is not None:
         report = await _report(parser, config)
-        if report["bad_lines"]:
-            raise Fault(Code.INVALID_PARAMETER, report["bad_lines"][0]["message"], param="data")
-        if not report["ok"]:
-            raise Fault(Code.INVALID_PARAMETER, "No row of data has a token to learn within seq_len.", param="data")
+        for bad in report["bad_lines"]:
+            param = "validation_data" if bad["file"] in config.eval_data else "data"
+            raise Fault(Code.INVALID_PARAMETER, bad["message"], param=param)
     elif check_files:
         await _check_rows(parser, config, config.data, "data")
     if check_files:

@@ -30,7 +30,7 @@ from fp8serve.train.data import check_length
 from fp8serve.train.packages import check_states
 
 SEQ_LEN = TrainConfig.seq_len
-PRIVATE = ("model", "data", "eval_data", "out", "reward", "grader_url")
+PRIVATE = ("model", "data", "eval_data", "out", "reward", "grader_url", "max_rows", "max_row_bytes", "max_data_bytes")
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ class JobDirectories:
     ) -> TrainConfig:
         """Fault when the trainer would refuse the numbers."""
         check_grader(body.grader_url, self.settings.grader_urls)
+        limits = self.settings.limits
         try:
             model = read_config(source.directory)
             seq_len = body.seq_len or min(SEQ_LEN, model.max_position_embeddings)
@@ -90,6 +91,7 @@ class JobDirectories:
                 body.hyper_parameters()
                 | {"model": str(source.directory.resolve()), "out": str(directory / "out"), "seq_len": seq_len}
                 | {"data": [str(p) for p in data], "eval_data": [str(p) for p in held_out]}
+                | {"max_rows": limits.rows, "max_row_bytes": limits.row_bytes, "max_data_bytes": limits.upload_bytes}
                 | {"device": self.settings.training_device, "report_to": list(self.settings.report_to)}
             )
             check_states(config)

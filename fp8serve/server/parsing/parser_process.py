@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 
 from fp8serve import logs
 from fp8serve.errors import Fp8ServeError
+from fp8serve.model.storage.heap import address_space
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.server.parsing.texts import Asked, read_text
 
@@ -227,7 +228,7 @@ def _limit(head: Head) -> None:
     """From now on the kernel ends this process after `cpu` seconds of work, and refuses it `memory` more bytes."""
     _allow(head["cpu"])
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    if (used := _in_use()) is not None:
+    if (used := address_space()) is not None:
         wanted = used + head["memory"]
         resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
 
@@ -236,23 +237,15 @@ def _allow(seconds: float) -> None:
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
-def _in_use() -> int | None:
-    """Bytes of address space; None where the system does not say."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    except OSError:
-        return None
-
-
 def perform(head: Head, body: bytes) -> bytes:
     """The answer to one job, an error of ours as its class and sentence."""
     try:
         if "directory" in head:
             _tokenizer(head["directory"])  # reading it is no part of the job
-        before = _in_use()
+        before = address_space()
         _limit(head)
         answer, content = JOBS[head["op"]](head, body)
-        grown = before is not None and (_in_use() or 0) - before > head["memory"] // 4
+        grown = before is not None and (address_space() or 0) - before > head["memory"] // 4
         return pack(answer | ({"last": True} if grown else {}), content)
     except Fp8ServeError as error:
         return pack({"error": type(error).__name__, "message": str(error)})

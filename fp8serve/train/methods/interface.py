@@ -8,11 +8,12 @@ one or more `Row`s, which go through the model. The trainer, the order of steps,
 without knowing what is in them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from fp8serve.model.text.data_files import DataLimits
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train.data import Item, Row, RowCounts
 
@@ -27,18 +28,21 @@ ItemT = TypeVar("ItemT", bound=Item)
 
 
 class Reader(Protocol[ExampleT, ItemT]):
-    """The data of a method. lacks: what an example that is dropped does not have; advice: what to do about it."""
+    """The data of a method. columns: those that it reads of a table, None for all. lacks: what an example that is
+    dropped does not have; advice: what to do about it."""
 
+    columns: Collection[str] | None
     lacks: str
     advice: str
 
     def row(self, row: str | Mapping[str, Any], where: str) -> ExampleT:
         """The example in a row or in a line of JSON. DataError names `where` and what is wrong."""
 
-    def file(self, given: Path | str) -> list[ExampleT]:
-        """All examples of a source (`model.text.data_files`), in order. DataError: it has none, or a broken row."""
+    def file(self, given: Path | str, limits: DataLimits) -> Iterator[ExampleT]:
+        """All examples of a source (`model.text.data_files`), in order, as they are read. DataError while iterating:
+        it has none, exceeds `limits`, or has a broken row."""
 
-    def items(self, examples: Sequence[ExampleT], tokenizer: Tokenizer, seq_len: int) -> tuple[list[ItemT], RowCounts]:
+    def items(self, examples: Iterable[ExampleT], tokenizer: Tokenizer, seq_len: int) -> tuple[list[ItemT], RowCounts]:
         """Those that have something to learn within `seq_len` tokens, in order, and the count of the others."""
 
     def kept(self, item: ItemT) -> bytes:

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from fp8serve.errors import DataError
+from fp8serve.server.settings import ServerLimits
+from fp8serve.train.validate import read_files
 from tests.server.conftest import Server, Start
 from tests.server.finetuning.test_finetune import wait_for
 
@@ -91,3 +94,43 @@ async def test_ten_megabytes_of_one_line_are_one_row_too_large(start: Start) -> 
                 "/v1/files", files={"file": (name, content)}, data={"purpose": "fine-tune"}
             )
             assert (answer.status_code, "Row 1 is larger" in answer.text) == (400, True)
+
+
+def bombs() -> dict[str, tuple[bytes, str]]:
+    """Files of a few kilobytes that hold more than 1000 rows, or a row of more than 1000 bytes."""
+    row = json.dumps(ROWS[0])
+    rows, long = "has more than 1,000 rows, the most that is read", "is a row of more than 1000 bytes"
+    much = "is larger than 1 MiB"
+    packed = {
+        "rows.jsonl.gz": (f"{row}\n" * 50_000, rows),
+        "rows.json.gz": (f"[{row}{f', {row}' * 50_000}]", rows),
+        "rows.csv.gz": ("prompt,completion\n" + "a,b\n" * 50_000, rows),
+        "rows.txt.gz": ("a\n\n" * 50_000, "has more than 1,000 paragraphs"),
+        "long.jsonl.gz": (json.dumps({"text": "a" * 50_000}), long),
+        "long.json.gz": (json.dumps([{"text": "a" * 50_000}]), long),
+        "blank.jsonl.gz": ("\n" * (2 << 20), much),
+    }
+    found = {name: (gzip.compress(text.encode()), why) for name, (text, why) in packed.items()}
+    found["rows.parquet"] = parquet({"text": ["a"] * 50_000}), rows
+    found["long.parquet"] = parquet({"text": ["a" * 50_000]}), long
+    return found
+
+
+@pytest.mark.parametrize("name", bombs())
+async def test_what_a_packed_file_holds_is_bounded_where_it_is_read(name: str, start: Start) -> None:
+    """By every route, and for the job's own process."""
+    content, why = bombs()[name]
+    assert len(content) < 20_000
+    async with start(limits=ServerLimits(rows=1000, row_bytes=1000, upload_bytes=1 << 20)) as server:
+        file = await upload(server, name, content)
+        report = (await server.client.post("/finetune/validate", json={"file_id": file["id"]})).json()
+        assert not report["ok"]
+        assert why in report["bad_lines"][-1]["message"]
+        for body in ({"file_id": file["id"]}, {"data": ROWS, "validation_file_id": file["id"]}):
+            answer = await server.client.post("/finetune", json=body)
+            assert (answer.status_code, why in answer.text) == (422, True), answer.text
+        body = {"model": "tiny", "training_file": file["id"]}
+        job = (await server.client.post("/v1/fine_tuning/jobs", json=body)).json()
+        config = server.state.runner.config_of(job["id"])  # of the process, which is not the trainer's here
+        with pytest.raises(DataError, match=why):
+            read_files(config, config.data)

@@ -10,18 +10,21 @@ so that no word is split. A text `prompt` beside answers that are conversations 
 sets have such columns. Of a conversation, only the assistant's text after the prompt is learnt.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fp8serve.errors import DataError, shown
 from fp8serve.model.text.chat_rows import messages_of, tools_of, valid_unicode
+from fp8serve.model.text.data_files import LIMITS, DataLimits
 from fp8serve.model.text.examples import ChatExample, PromptExample, object_of, read_rows
 from fp8serve.model.text.tables import JSON_ROWS
 
 ANSWERS = ("chosen", "rejected")
 OPENAI = ("preferred_output", "non_preferred_output")
+COLUMNS = ("prompt", *ANSWERS, "input", *OPENAI, "tools", "functions")
+"""Those of a row that are read."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,10 @@ class PairExample:
     rejected: PromptExample | ChatExample
 
 
-def read_pairs(given: Path | str) -> list[PairExample]:
-    """All pairs of a source (`model.text.data_files`), in order. DataError: it has none, or a broken row."""
-    return read_rows(given, pair_of, "holds no pairs; give rows of `prompt`, `chosen` and `rejected`.")
+def read_pairs(given: Path | str, limits: DataLimits = LIMITS) -> Iterator[PairExample]:
+    """All pairs of a source (`model.text.data_files`), in order. DataError while iterating: it has none, is too large,
+    or has a broken row."""
+    return read_rows(given, pair_of, "holds no pairs; give rows of `prompt`, `chosen` and `rejected`.", COLUMNS, limits)
 
 
 def pair_of(row: str | Mapping[str, Any], where: str) -> PairExample:

@@ -5,17 +5,18 @@ has no token left to learn, or if both are the same; such pairs are dropped, and
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fp8serve.model.text.data_files import DataLimits
 from fp8serve.model.text.examples import Example, tokenize
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train.data import Row, RowCounts
-from fp8serve.train.methods.dpo.pairs import PairExample, pair_of, read_pairs
+from fp8serve.train.methods.dpo.pairs import COLUMNS, PairExample, pair_of, read_pairs
 
 
 @dataclass(frozen=True)
@@ -46,29 +47,29 @@ class Pair:
 class DpoReader:
     """See `interface.Reader`."""
 
+    columns: Collection[str] | None = COLUMNS
     lacks = "two different answers"
     advice = "check that `chosen` and `rejected` differ and raise seq_len if what they share fills it"
 
     def row(self, row: str | Mapping[str, Any], where: str) -> PairExample:
         return pair_of(row, where)
 
-    def file(self, given: Path | str) -> list[PairExample]:
-        return read_pairs(given)
+    def file(self, given: Path | str, limits: DataLimits) -> Iterator[PairExample]:
+        return read_pairs(given, limits)
 
     def items(
-        self, examples: Sequence[PairExample], tokenizer: Tokenizer, seq_len: int
+        self, examples: Iterable[PairExample], tokenizer: Tokenizer, seq_len: int
     ) -> tuple[list[Pair], RowCounts]:
         pairs: list[Pair] = []
-        truncated = 0
-        for example in examples:
+        count = truncated = 0
+        for count, example in enumerate(examples, 1):  # noqa: B007 - the last number counts them
             whole = Pair(_row(example.chosen, tokenizer), _row(example.rejected, tokenizer))
             truncated += any(row.tokens > seq_len for row in whole.rows)
             pair = Pair(_cut(whole.chosen, seq_len), _cut(whole.rejected, seq_len))
             if all(row.trainable for row in pair.rows) and not np.array_equal(pair.chosen.ids, pair.rejected.ids):
                 pairs.append(pair)
         tokens, trainable = sum(p.tokens for p in pairs), sum(p.trainable for p in pairs)
-        dropped = len(examples) - len(pairs)
-        return pairs, RowCounts(len(examples), len(pairs), tokens, trainable, dropped, truncated)
+        return pairs, RowCounts(count, len(pairs), tokens, trainable, count - len(pairs), truncated)
 
     def kept(self, item: Pair) -> bytes:
         return b""

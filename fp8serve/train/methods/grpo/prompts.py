@@ -7,7 +7,7 @@
 A conversation ends before the assistant's turn, which is the answer. The grader gets all columns.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from fp8serve.errors import DataError, Fp8ServeError, shown
 from fp8serve.model.text.chat_rows import conversation_of, tools_of, valid_unicode
 from fp8serve.model.text.conversation import for_template
+from fp8serve.model.text.data_files import LIMITS, DataLimits
 from fp8serve.model.text.examples import object_of, read_rows
 from fp8serve.model.text.tokenizer import Tokenizer
 
@@ -40,9 +41,10 @@ class PromptExample:
             raise DataError(f"{self.where} cannot be tokenized: {problem}") from None
 
 
-def read_prompts(given: Path | str) -> list[PromptExample]:
-    """All prompts of a source (`model.text.data_files`), in order. DataError: it has none, or a broken row."""
-    return read_rows(given, prompt_of, "holds no prompts; give rows of `prompt`.", every_column=True)
+def read_prompts(given: Path | str, limits: DataLimits = LIMITS) -> Iterator[PromptExample]:
+    """All prompts of a source (`model.text.data_files`), in order. DataError while iterating: it has none, is too
+    large, or has a broken row."""
+    return read_rows(given, prompt_of, "holds no prompts; give rows of `prompt`.", None, limits)
 
 
 def prompt_of(row: str | Mapping[str, Any], where: str) -> PromptExample:

@@ -4,13 +4,14 @@ A prompt that leaves no room for an answer within the longest row is dropped, an
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fp8serve.model.text.data_files import DataLimits
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train.data import Row, RowCounts
 from fp8serve.train.methods.grpo.prompts import PromptExample, prompt_of, read_prompts
@@ -44,6 +45,7 @@ class Prompt:
 class GrpoReader:
     """See `interface.Reader`. longest: tokens of an answer."""
 
+    columns: Collection[str] | None = None
     lacks = "a prompt with room for an answer"
     advice = "raise seq_len or lower max_completion_length"
 
@@ -53,16 +55,16 @@ class GrpoReader:
     def row(self, row: str | Mapping[str, Any], where: str) -> PromptExample:
         return prompt_of(row, where)
 
-    def file(self, given: Path | str) -> list[PromptExample]:
-        return read_prompts(given)
+    def file(self, given: Path | str, limits: DataLimits) -> Iterator[PromptExample]:
+        return read_prompts(given, limits)
 
     def items(
-        self, examples: Sequence[PromptExample], tokenizer: Tokenizer, seq_len: int
+        self, examples: Iterable[PromptExample], tokenizer: Tokenizer, seq_len: int
     ) -> tuple[list[Prompt], RowCounts]:
         found = [(example, example.ids(tokenizer)) for example in examples]
         prompts = [Prompt(_row(ids), example) for example, ids in found if 1 < len(ids) <= seq_len - self.longest]
-        tokens, dropped = sum(prompt.tokens for prompt in prompts), len(examples) - len(prompts)
-        return prompts, RowCounts(len(examples), len(prompts), tokens, 0, dropped, 0)
+        tokens, dropped = sum(prompt.tokens for prompt in prompts), len(found) - len(prompts)
+        return prompts, RowCounts(len(found), len(prompts), tokens, 0, dropped, 0)
 
     def kept(self, item: Prompt) -> bytes:
         """The row, which the reward is told, and where it is. Dates and maps of Parquet files are not JSON."""

@@ -6,13 +6,22 @@ counted.
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fp8serve.model.text.examples import Example, TextExample, TokenizedExample, example_of, read_examples, tokenize
+from fp8serve.model.text.data_files import DataLimits
+from fp8serve.model.text.examples import (
+    COLUMNS,
+    Example,
+    TextExample,
+    TokenizedExample,
+    example_of,
+    read_examples,
+    tokenize,
+)
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train.data import Row, RowCounts
 
@@ -20,26 +29,27 @@ from fp8serve.train.data import Row, RowCounts
 class SftReader:
     """See `interface.Reader`."""
 
+    columns: Collection[str] | None = COLUMNS
     lacks = "a token to learn from"
     advice = "check that completions or assistant turns are there and raise seq_len if prompts fill it"
 
     def row(self, row: str | Mapping[str, Any], where: str) -> Example:
         return example_of(row, where)
 
-    def file(self, given: Path | str) -> list[Example]:
-        return read_examples([given])
+    def file(self, given: Path | str, limits: DataLimits) -> Iterator[Example]:
+        return read_examples([given], limits)
 
-    def items(self, examples: Sequence[Example], tokenizer: Tokenizer, seq_len: int) -> tuple[list[Row], RowCounts]:
+    def items(self, examples: Iterable[Example], tokenizer: Tokenizer, seq_len: int) -> tuple[list[Row], RowCounts]:
         rows: list[Row] = []
-        truncated = dropped = 0
-        for example in examples:
+        count = truncated = dropped = 0
+        for count, example in enumerate(examples, 1):  # noqa: B007 - the last number counts them
             whole = tokenize(example, tokenizer, sys.maxsize)
             truncated += not isinstance(example, TextExample) and len(whole.ids) > seq_len + 1
             made = [row for row in _rows(example, whole, seq_len) if row.trainable]
             dropped += not made
             rows += made
         tokens, trainable = sum(r.tokens for r in rows), sum(r.trainable for r in rows)
-        return rows, RowCounts(len(examples), len(rows), tokens, trainable, dropped, truncated)
+        return rows, RowCounts(count, len(rows), tokens, trainable, dropped, truncated)
 
     def kept(self, item: Row) -> bytes:
         return b""
