@@ -71,7 +71,7 @@ class ServerLimits:
     reading_bytes: Annotated[Count, About("Bytes of requests that wait for that.")] = 64 << 20
     template_seconds: Annotated[Seconds, About("Seconds of reading_seconds to render a chat template.")] = 2.0
     validation_seconds: Annotated[Seconds, About("Processor time to check the rows of a fine-tune.")] = 600.0
-    validation_memory: Annotated[Count, About("Bytes of memory for the same.")] = 8 << 30
+    validation_memory: Annotated[Count, About("Bytes of memory for the same, and for a job's data.")] = 8 << 30
 
     def __post_init__(self) -> None:
         check(self, RequestError)

@@ -40,7 +40,7 @@ RowLength = Annotated[int, Ge(2), Le(1 << 20)]  # tokens
 # often something is written or reported. Every other field changes the trained bits.
 _FREE_ON_RESUME = {
     *("model", "data", "eval_data", "eval_every", "out", "save_every", "save_minutes", "keep_last", "log_every"),
-    *("max_rows", "max_row_bytes", "max_data_bytes"),
+    *("max_rows", "max_row_bytes", "max_data_bytes", "max_data_memory"),
     *("format", "fsdp", "on_divergence", "recompute", "report_to", "result", "reward", "grader_url", "reward_seconds"),
 }
 ADAPTER = ("lora_rank", "lora_alpha", "lora_targets", "dora", "lora_dropout")
@@ -71,7 +71,8 @@ class TrainConfig:
     With `lora_rank` the model stays as it is and computes as it is served, under "delayed" with its stored scales; the
     run trains an adapter, which is what `out/model/` then holds (`train.lora`).
 
-    `max_rows`, `max_row_bytes` and `max_data_bytes` bound each file, unpacked; a server sets its own.
+    `max_rows`, `max_row_bytes` and `max_data_bytes` bound each file, unpacked, and `max_data_memory` what all of them
+    take; a server sets its own.
 
     `method` says what is minimised and what the data are (`train.methods`).
     Raises JobError for a value that cannot be used.
@@ -216,6 +217,7 @@ class TrainConfig:
     max_rows: Annotated[int, Ge(1)] = LIMITS.rows
     max_row_bytes: Annotated[int, Ge(1)] = LIMITS.row_bytes
     max_data_bytes: Annotated[int, Ge(1)] = LIMITS.bytes
+    max_data_memory: Annotated[int | None, Ge(1)] = LIMITS.memory
 
     def __post_init__(self) -> None:
         recipe.from_name(self.recipe)  # an unknown name first
@@ -252,7 +254,7 @@ class TrainConfig:
     @property
     def data_limits(self) -> DataLimits:
         """What a file of data may hold."""
-        return DataLimits(self.max_rows, self.max_row_bytes, self.max_data_bytes)
+        return DataLimits(self.max_rows, self.max_row_bytes, self.max_data_bytes, self.max_data_memory)
 
     def processes(self, most: int) -> int:
         """How many of so many processes a step has work for."""

@@ -7,6 +7,7 @@ item of a method is one such row or several (`methods.interface`). Rows are held
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from fp8serve.errors import DataError, ModelError
 from fp8serve.model.config.decoder import ModelConfig
+from fp8serve.model.storage.heap import limited_memory
 from fp8serve.model.text.data_files import LIMITS, DataLimits
 from fp8serve.model.text.tokenizer import Tokenizer
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from fp8serve.train.methods.interface import Reader
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """ids int32 [n+1]: n inputs and, one to the right, their n targets. loss bool [n+1]: which ids count as targets."""
 
@@ -84,10 +86,15 @@ class RowCounts:
 def load_items(
     reader: "Reader[Any, Any]", paths: Sequence[str], tokenizer: Tokenizer, seq_len: int, limits: DataLimits = LIMITS
 ) -> tuple[list[Any], RowCounts]:
-    """Read and tokenize `paths`, one example at a time. Raises DataError for a bad file or line, and when no row has a
-    token to learn."""
+    """Read and tokenize `paths`, one example at a time. Raises DataError for a bad file or line, for more than the
+    limits, and when no row has a token to learn."""
     examples = (example for path in paths for example in reader.file(path, limits))
-    items, report = reader.items(examples, tokenizer, seq_len)
+    try:
+        with nullcontext() if limits.memory is None else limited_memory(limits.memory):
+            items, report = reader.items(examples, tokenizer, seq_len)
+    except MemoryError:
+        files, most = ", ".join(paths), (limits.memory or 0) >> 20
+        raise DataError(f"{files} takes more than {most} MiB of memory to read and tokenize; give less.") from None
     if not items:
         raise nothing_to_learn(reader, report.examples, paths, seq_len)
     return items, report

@@ -71,6 +71,17 @@ def test_a_packed_file_of_too_many_rows_fails_the_job_in_one_sentence(tmp_path: 
     assert events(job)[-1]["message"] == why
 
 
+def test_data_that_take_too_much_memory_fail_the_job_in_one_sentence(tmp_path: Path, configure: Configure) -> None:
+    """A row of 12 MB of JSON becomes four million lists."""
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"text": "a", "x": [' + "[], " * 4_000_000 + "[]]}\n")
+    job = make_job(tmp_path / "job", configure, data=[str(data)], max_data_memory=64 << 20)
+    process = start(job)
+    process.communicate()
+    assert process.returncode == EXIT_FAILED
+    assert events(job)[-1]["message"] == f"{data} takes more than 64 MiB of memory to read and tokenize; give less."
+
+
 def test_a_job_leaves_events_and_a_result(job: Path) -> None:
     assert job_process.main([str(job)]) == EXIT_DONE
     log = events(job)

@@ -94,9 +94,9 @@ def _check_message(message: Mapping[str, Any], where: str) -> None:
         raise DataError(f"{where} has `function_call`, OpenAI's older form; give it as `tool_calls`.")
     if calls and role != "assistant":
         raise DataError(f"{where} has `tool_calls`, but its role is {role}; only an assistant calls tools.")
-    reasoning = [message.get(key) for key in REASONING if message.get(key) is not None]
-    if not all(isinstance(text, str) for text in reasoning):
-        raise DataError(f"{where}: its reasoning is {shown(reasoning[0])}, which is not text.")
+    reasoning: list[Any] = [message[key] for key in REASONING if message.get(key) is not None]
+    if other := [value for value in reasoning if not isinstance(value, str)]:
+        raise DataError(f"{where}: its reasoning is {shown(other[0])}, which is not text.")
     texts = [*_texts(message.get("content"), bool(calls), where), *_texts_of_calls(calls, where), *reasoning]
     _check_id(message.get("tool_call_id"), f"{where}: `tool_call_id`")
     if message.get("weight", 1) not in (0, 1):

@@ -46,11 +46,13 @@ def source_name(given: Path | str) -> str:
 
 @dataclass(frozen=True)
 class DataLimits:
-    """What one file may hold, unpacked. rows: or paragraphs; row_bytes: of one of them; bytes: of all of them."""
+    """What one file may hold, unpacked. rows: or paragraphs; row_bytes: of one of them; bytes: of all of them; memory:
+    bytes that all data of a run may take while they are read and when they are tokenized, None for any."""
 
     rows: int = 10_000_000
     row_bytes: int = 256 << 20
     bytes: int = MAX_DATA_BYTES
+    memory: int | None = None
 
 
 LIMITS = DataLimits()

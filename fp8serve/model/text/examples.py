@@ -67,8 +67,9 @@ def read_examples(sources: Iterable[Path | str], limits: DataLimits = LIMITS) ->
     """
     for given in sources:
         source, name = read_source(given, COLUMNS, limits), source_name(given)
-        is_rows = isinstance(source, Rows)
-        yield from some(_made(source, name, example_of) if is_rows else _passages(source.paragraphs, name), name)
+        examples: Iterator[Example]
+        examples = _made(source, name, example_of) if isinstance(source, Rows) else _passages(source.paragraphs, name)
+        yield from some(examples, name)
 
 
 def read_rows(

@@ -24,13 +24,14 @@ from fp8serve.server.parsing.rows import write_rows
 from fp8serve.server.schemas.bodies import Body
 from fp8serve.server.schemas.finetune_bodies import FinetuneBody, Rows
 from fp8serve.server.serving.served import Source
-from fp8serve.server.settings import Settings
+from fp8serve.server.settings import ServerLimits, Settings
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import check_length
 from fp8serve.train.packages import check_states
 
 SEQ_LEN = TrainConfig.seq_len
-PRIVATE = ("model", "data", "eval_data", "out", "reward", "grader_url", "max_rows", "max_row_bytes", "max_data_bytes")
+LIMITS = ("max_rows", "max_row_bytes", "max_data_bytes", "max_data_memory")
+PRIVATE = ("model", "data", "eval_data", "out", "reward", "grader_url", *LIMITS)
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,6 @@ class JobDirectories:
     ) -> TrainConfig:
         """Fault when the trainer would refuse the numbers."""
         check_grader(body.grader_url, self.settings.grader_urls)
-        limits = self.settings.limits
         try:
             model = read_config(source.directory)
             seq_len = body.seq_len or min(SEQ_LEN, model.max_position_embeddings)
@@ -91,13 +91,17 @@ class JobDirectories:
                 body.hyper_parameters()
                 | {"model": str(source.directory.resolve()), "out": str(directory / "out"), "seq_len": seq_len}
                 | {"data": [str(p) for p in data], "eval_data": [str(p) for p in held_out]}
-                | {"max_rows": limits.rows, "max_row_bytes": limits.row_bytes, "max_data_bytes": limits.upload_bytes}
+                | dict(zip(LIMITS, _data_limits(self.settings.limits), strict=True))
                 | {"device": self.settings.training_device, "report_to": list(self.settings.report_to)}
             )
             check_states(config)
             return config
         except Fp8ServeError as error:
             raise Fault(Code.INVALID_PARAMETER, str(error)) from None
+
+
+def _data_limits(limits: ServerLimits) -> tuple[int, int, int, int]:
+    return limits.rows, limits.row_bytes, limits.upload_bytes, limits.validation_memory
 
 
 def write_config(directory: Path, config: TrainConfig) -> None:
