@@ -46,7 +46,7 @@ class Scales {
       element(
         "div",
         { className: "map-sides" },
-        element("div", { className: "card" }, this.controls(), this.map.node, this.legend),
+        element("div", { className: "card" }, this.controls(), this.legend, this.map.node),
         this.detail,
       ),
       element("details", { id: "all-scales" }, element("summary", {}, "All numbers, most trouble first"), this.all),
