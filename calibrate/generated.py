@@ -1,10 +1,15 @@
-"""A model's output before and after: a few held-out prompts, continued greedily.
+"""A model's output before and after: a few held-out prompts, continued by both models with the same random numbers.
+
+With the likeliest token every time a small model repeats itself without end. So tokens are drawn, by the Gumbel-max
+trick: both models add the same noise to their logits, and draw the same token unless FP8 has changed which sum is
+largest. The prompt of a chat ends where its first answer begins.
 
 "After" is the written directory, read back. All prompts run together, with one token each per pass; keys and values are
 kept as in serving, in FP8 where the directory has scales for them. A pass reads all weights: a model larger than memory
 would be read from its file a hundred times, so nothing is generated for such a model.
 """
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, takewhile
 from pathlib import Path
@@ -18,13 +23,15 @@ from fp8serve.model.network.decoder import Attend, rotated
 from fp8serve.model.network.memory import free_memory
 from fp8serve.model.text.tokenizer import Tokenizer
 
-from .data import Batch
+from .data import IGNORED, Batch
 from .options import CalibrationOptions
 from .progress import Stages
 from .result import GeneratedReport
 
 TOKENS = 48  # that are generated
-PROMPT = 24  # the most tokens of a sample's prompt; a short sample gives half of its tokens
+PROMPT = 24  # the most tokens of a text's beginning; a short sample gives half of its tokens
+QUESTION = 256  # the most tokens of what stands before the first answer of a chat
+TEMPERATURE = 0.7
 TOO_LARGE = "No text was generated for the report: the weights are larger than the free memory."
 BLOCK = 16  # tokens in a block of the cache
 
@@ -59,29 +66,44 @@ def _fits(decoder: Model) -> bool:
 
 def _prompts(batches: Sequence[Batch]) -> Iterator[list[int]]:
     for batch in batches:
-        for ids in torch.split(batch.ids, batch.lengths):
-            yield ids[: min(PROMPT, len(ids) // 2)].tolist()
+        for ids, targets in zip(
+            *(torch.split(part, batch.lengths) for part in (batch.ids, batch.targets)), strict=True
+        ):
+            question = int((targets != IGNORED).int().argmax()) + 1  # tokens before the first that is scored
+            yield ids[: question if 1 < question <= QUESTION else min(PROMPT, len(ids) // 2)].tolist()
 
 
 @torch.no_grad()
 def continued(
-    decoder: Model, prompts: Sequence[Sequence[int]], scales: KVScales | None = None, tokens: int = TOKENS
+    decoder: Model,
+    prompts: Sequence[Sequence[int]],
+    scales: KVScales | None = None,
+    tokens: int = TOKENS,
+    temperature: float = TEMPERATURE,
 ) -> list[list[int]]:
-    """At most `tokens` greedy tokens after each prompt of at least one token, fewer where the context ends.
-
-    scales: of an FP8 cache for keys and values.
+    """At most `tokens` tokens after each prompt of at least one token, fewer where the context ends; drawn with random
+    numbers that depend on the prompt only. temperature: 0 takes the likeliest token. scales: of an FP8 cache for keys
+    and values.
     """
     tokens = min(tokens, decoder.config.max_position_embeddings - max(map(len, prompts)))
     device = decoder.embedding.weight.device
     cache = _Cache(decoder, [len(p) + tokens for p in prompts], device, scales or {})
     ids, found = torch.tensor([i for p in prompts for i in p], device=device), list[list[int]]()
     new = [len(p) for p in prompts]
+    generators = [torch.Generator().manual_seed(zlib.crc32(repr(list(p)).encode())) for p in prompts]
     for _ in range(tokens):
         last = torch.tensor(new, device=device).cumsum(0) - 1
-        hidden = decoder(ids, *cache.extended(new), last)
-        ids, new = decoder.logits(hidden).argmax(-1), [1] * len(prompts)
+        logits = decoder.logits(decoder(ids, *cache.extended(new), last)).float()
+        ids, new = (logits + temperature * _gumbel(logits, generators)).argmax(-1), [1] * len(prompts)
         found.append(ids.tolist())
     return [list(column) for column in zip(*found, strict=True)]
+
+
+def _gumbel(logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+    """Gumbel noise of the shape of `logits`, FP32 [prompts, vocabulary]; a row from each generator, on any device the
+    same."""
+    rows = [torch.empty(logits.shape[-1]).exponential_(generator=generator) for generator in generators]
+    return -torch.stack(rows).clamp_min(1e-10).log().to(logits.device)  # 0 would win against everything
 
 
 class _Cache:
@@ -127,6 +149,7 @@ def _report(tokenizer: Tokenizer, prompt: list[int], before: list[int], after: l
     asked = len(before)
     before, after = (list(takewhile(lambda i: i not in tokenizer.eos_ids, ids)) for ids in (before, after))
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
-    said = tokenizer.decode(prompt)
-    texts = [tokenizer.decode(prompt + ids).removeprefix(said) for ids in (before, after)]
-    return GeneratedReport(said, texts[0], texts[1], asked, same)
+    beginning = tokenizer.decode(prompt)
+    texts = [tokenizer.decode(prompt + ids).removeprefix(beginning) for ids in (before, after)]
+    shown = tokenizer.decode(prompt, skip_special_tokens=False)  # a chat without its marks reads like one text
+    return GeneratedReport(shown, texts[0], texts[1], asked, same)

@@ -169,9 +169,9 @@ class HealingReport:
 
 @dataclass(frozen=True)
 class GeneratedReport:
-    """The greedy continuations of a held-out prompt by both models."""
+    """The continuations of a held-out prompt by both models, drawn with the same random numbers."""
 
-    prompt: str
+    prompt: str  # with the marks of a chat template
     before: str  # in high precision
     after: str  # as written
     tokens: int  # tokens that each was asked for

@@ -39,8 +39,8 @@ th:first-child,td:first-child{text-align:left;padding-left:0}
 .spark{width:96px;height:22px;vertical-align:middle}.spark polyline{fill:none;stroke:var(--blue);stroke-width:1.5}
 .said{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,20rem),1fr));gap:.8rem}
 .said div{background:var(--card);border-radius:.5rem;padding:.6rem .8rem}
-.said b{display:block;font-size:.85rem;color:var(--soft);font-weight:400}
-.prompt{white-space:pre-wrap;overflow-wrap:anywhere}
+.said b,.prompt b{display:block;font-size:.85rem;color:var(--soft);font-weight:400}
+.prompt{margin:1.2rem 0 .4rem}
 .text{white-space:pre-wrap;overflow-wrap:anywhere;margin:.2rem 0;font-size:.95rem}
 mark{background:var(--mark);color:inherit}
 details{margin:1rem 0;border-top:1px solid var(--line);padding-top:.6rem}summary{cursor:pointer;font-weight:600}

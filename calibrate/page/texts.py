@@ -31,9 +31,9 @@ def before_and_after(samples: Sequence[GeneratedReport]) -> str:
     """The model's output in high precision and in FP8, side by side."""
     return section(
         "Before and after",
-        "Beginnings of held-out texts, continued by the model in high precision and by what was written, the likeliest "
-        "token every time. Other words are not worse words: one token that was nearly as likely changes all that "
-        "follows it.",
+        "Held-out prompts, continued by the model in high precision and by what was written. Tokens are drawn, with "
+        "the same random numbers for both. Other words are not worse words: one token that was nearly as likely "
+        "changes all that follows it.",
         *map(_sample, samples),
     )
 
@@ -43,7 +43,8 @@ def _sample(sample: GeneratedReport) -> str:
     alike = f"the same for {count(sample.same_tokens, 'token')}" if sample.same_tokens else "different at once"
     told = "the same" if sample.before == sample.after else alike
     sides = (_side("In high precision", sample.before, same), _side(f"In FP8: {told}", sample.after, same))
-    return f'<h3 class="prompt">{escape(sample.prompt)} …</h3><div class="said">{"".join(sides)}</div>'
+    prompt = f'<div class="prompt"><b>Prompt</b><p class="text">{escape(sample.prompt)}</p></div>'
+    return f'{prompt}<div class="said">{"".join(sides)}</div>'
 
 
 def _in_common(one: str, other: str) -> int:

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -6,10 +7,23 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fp8serve.calibration import generated
-from fp8serve.calibration.generated import TOO_LARGE, _Cache, continued
+from fp8serve.calibration.data import Sample, make_batches
+from fp8serve.calibration.generated import (
+    PROMPT,
+    QUESTION,
+    TEMPERATURE,
+    TOO_LARGE,
+    _Cache,
+    _gumbel,
+    _prompts,
+    continued,
+)
+from fp8serve.calibration.page.pages import html_report
 from fp8serve.calibration.pipeline import calibrate
 from fp8serve.calibration.result import CalibrationReport
 from fp8serve.model.checkpoint import load_servable
+from fp8serve.model.text.tokenizer import Tokenizer
+from tests.tiny import CHATS, write_tiny_model
 
 SMALL = {"samples": 8, "seq_len": 48}
 PROMPTS = [
@@ -20,7 +34,7 @@ PROMPTS = [
 
 
 def test_the_likeliest_tokens_are_those_of_transformers(model_dir: Path) -> None:
-    ours = continued(load_servable(model_dir, "bf16"), PROMPTS, tokens=20)
+    ours = continued(load_servable(model_dir, "bf16"), PROMPTS, tokens=20, temperature=0)
     reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
     for prompt, found in zip(PROMPTS, ours, strict=True):
         ids = torch.tensor([prompt + found])
@@ -33,6 +47,49 @@ def test_prompts_do_not_know_each_other(model_dir: Path) -> None:
     model = load_servable(model_dir, "bf16")
     alone = [continued(model, [prompt], tokens=12)[0] for prompt in PROMPTS]
     assert sum(a == b for a, b in zip(continued(model, PROMPTS, tokens=12), alone, strict=True)) >= 2
+
+
+def test_the_prompt_of_a_chat_is_its_question_and_that_of_a_text_its_beginning() -> None:
+    chat = Sample(tuple(range(40)), (False,) * 30 + (True,) * 10)
+    text = Sample(tuple(range(60)), (True,) * 60)
+    without_answer = Sample(tuple(range(20)), (False,) * 20)
+    long = Sample(tuple(range(QUESTION + 20)), (False,) * (QUESTION + 10) + (True,) * 10)
+    prompts = list(_prompts(make_batches([chat, text, without_answer, long], 3)))
+    assert [len(prompt) for prompt in prompts] == [30, PROMPT, 10, PROMPT]
+    assert all(prompt == list(range(len(prompt))) for prompt in prompts)
+
+
+def test_a_prompt_is_shown_with_the_marks_of_its_template(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "tiny")
+    (tmp_path / "chats.jsonl").write_text(CHATS)
+    files = {"data": [tmp_path / "chats.jsonl"], "holdout": [tmp_path / "chats.jsonl"]}
+    report = calibrate(tmp_path / "tiny", out=tmp_path / "out", generated_samples=2, samples=16, seq_len=64, **files)  # type: ignore[arg-type]
+    tokenizer = Tokenizer.from_dir(tmp_path / "tiny")
+    marks = [tokenizer.token_text(i) for i in range(tokenizer.vocab_size) if tokenizer.decode([i]) == ""]
+    for sample in report.generated:
+        assert any(mark and mark in sample.prompt for mark in marks)
+        assert "assistant" in sample.prompt[-24:]  # the model is asked, not stopped within the question
+        assert f'<p class="text">{escape(sample.prompt)}</p>' in html_report(report)
+
+
+def test_both_models_draw_with_the_same_random_numbers(model_dir: Path) -> None:
+    """Equal models say the same, and a prompt gets the same numbers whatever is beside it."""
+    logits = torch.zeros(2, 50)
+    first = _gumbel(logits, [torch.Generator().manual_seed(seed) for seed in (1, 2)])
+    (again,) = _gumbel(logits[:1], [torch.Generator().manual_seed(2)])
+    assert torch.equal(first[1], again)
+    assert not torch.equal(first[0], first[1])
+    model = load_servable(model_dir, "bf16")
+    assert continued(model, PROMPTS) == continued(model, PROMPTS)
+    assert continued(model, PROMPTS) != continued(model, PROMPTS, temperature=0)
+
+
+def test_the_noise_draws_from_the_softmax() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.tensor([[0.0, 1.0, 2.0]])
+    drawn = [int((logits + TEMPERATURE * _gumbel(logits, [generator])).argmax()) for _ in range(20_000)]
+    shares = torch.tensor([drawn.count(i) / len(drawn) for i in range(3)])
+    torch.testing.assert_close(shares, torch.softmax(logits[0] / TEMPERATURE, 0), atol=0.015, rtol=0)
 
 
 def test_a_continuation_ends_with_the_context(model_dir: Path) -> None:
