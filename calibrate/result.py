@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from fp8serve.errors import DataError
 from fp8serve.fp8.recipe import HeadDtype
+from fp8serve.model.storage.files import MAX_JSON_BYTES, read_text
 
 HISTORY_SHOWN = 64  # newest amaxes per tensor in the report; scales.safetensors holds the whole history
 
@@ -240,7 +241,7 @@ def read_report(folder: Path) -> CalibrationReport:
     file = folder / "calibration.json"
     if not file.is_file():
         raise DataError(f"{folder} holds no calibration.json; only `fp8serve calibrate` writes one.")
-    return CalibrationReport.from_json(file.read_text(encoding="utf-8"))
+    return CalibrationReport.from_json(read_text(file, MAX_JSON_BYTES, DataError))
 
 
 def _line(value: Any) -> str:

@@ -48,9 +48,10 @@ def draft_found(options: Mapping[str, Any]) -> dict[str, Any]:
 def find_checkpoint(name: str) -> Path:
     """The directory of a model, or a file of scales or tensors by itself. ModelError as `find_model`."""
     from fp8serve.model.gguf.reader import is_gguf
+    from fp8serve.model.storage.opening import real_path
 
     path = Path(name).expanduser()
-    return path if path.is_file() and not is_gguf(path) else find_model(name)
+    return real_path(path) if path.is_file() and not is_gguf(path) else find_model(name)
 
 
 def _convert(path: Path) -> Path:

@@ -32,7 +32,8 @@ from fp8serve.fp8 import ops
 from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.config.rope import LongRope
 from fp8serve.model.formats.scales import fingerprint as sampled
-from fp8serve.model.storage.files import present, regular_file
+from fp8serve.model.storage.files import present
+from fp8serve.model.storage.opening import regular_file
 
 log = logging.getLogger("fp8serve.engine")
 DEFAULT_BYTES, DEFAULT_SECONDS = 2**30, 300.0

@@ -100,7 +100,7 @@ def _words(tokenizer: Tokenizer, model_dir: Path) -> tuple[int, int]:
     found = _word("yes", tokenizer), _word("no", tokenizer)
     if (folder := modules_of(model_dir).get(LOGIT_SCORE)) is not None:
         path = model_dir / one_folder(folder, LOGIT_SCORE, model_dir) / "config.json"
-        said = read_json(path)
+        said = read_json(path, root=model_dir)
         if (said.get("true_token_id"), said.get("false_token_id")) != found:
             raise ModelError(f"{path} scores by other tokens than yes and no, {found}; their prompt is not known.")
     return found

@@ -49,6 +49,7 @@ from fp8serve.model.formats.microscaling import widened_note
 from fp8serve.model.formats.scales import FILE_NAME, load_scales
 from fp8serve.model.network.experts import reset_token_counts, rows_of_experts
 from fp8serve.model.storage.files import present
+from fp8serve.model.storage.opening import real_path
 from fp8serve.model.stored import matrices_note
 from fp8serve.model.text.tokenizer import Tokenizer
 
@@ -239,7 +240,7 @@ def parse_recipe(text: str) -> Literal["stored", "bf16"] | recipe.Recipe:
 
 
 def _path(text: str | None) -> Path | None:
-    return None if text is None else Path(text)
+    return None if text is None else real_path(text)
 
 
 def _tokenizer(model_dir: Path) -> Tokenizer | None:

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from fp8serve.engine.kv_cache import HASH_BYTES
 from fp8serve.errors import ModelError
 from fp8serve.model.storage.files import fsync
-from fp8serve.model.storage.shards import read_header
+from fp8serve.model.storage.shards import load_tensors, read_header
 
 SUFFIX = ".prefixes.safetensors"
 
@@ -64,7 +64,7 @@ def read(path: Path, fingerprint: str, like: Mapping[str, Tensor]) -> Prefixes:
         entries, said = read_header(path)
         if said.get("fingerprint") != fingerprint:
             raise ModelError("which another version wrote, or an engine of other weights, scales or options")
-        tensors = load_file(path)
+        tensors = load_tensors(path)
     except (SafetensorError, UnicodeDecodeError) as problem:
         raise ModelError(f"which is damaged ({problem})") from None
     named = entries.get("hashes")

@@ -43,6 +43,7 @@ from fp8serve.model.network.experts import reset_token_counts
 from fp8serve.model.network.modern_encoder import encoder_class
 from fp8serve.model.storage.files import present
 from fp8serve.model.storage.mapped import release_pages
+from fp8serve.model.storage.opening import real_path
 from fp8serve.model.stored import Checkpoint, StoredLinear, open_checkpoint
 from fp8serve.model.transformers_backend.check import check_against_class
 from fp8serve.model.transformers_backend.network import TransformersModel
@@ -194,7 +195,7 @@ def _frozen_by(
 def _find_scales(checkpoint: Checkpoint, given: Path | None) -> ScalingCheckpoint | None:
     """The scaling state of `given`, else of the file in the directory, whose scales are the exact inverses of the
     stored `input_scale`; None where there is no file or it holds only a KV cache's scales."""
-    path = given or checkpoint.path / FILE_NAME
+    path = checkpoint.path / FILE_NAME if given is None else real_path(given)
     if given is None and not present(path):
         return None
     state = load_scales(path, checkpoint.path)
@@ -297,7 +298,7 @@ def kv_scales(model_dir: Path | str, scales: Path | str | None = None) -> dict[i
     From `scales` if given, else scales.safetensors in the directory, else the checkpoint's own keys in any spelling.
     ScalesError, ModelError: a scale is unusable, or a layer has only one of the two.
     """
-    path = Path(scales) if scales is not None else Path(model_dir) / FILE_NAME
+    path = real_path(scales) if scales is not None else Path(model_dir) / FILE_NAME
     state = load_scales(path, model_dir) if scales is not None or present(path) else None
     checkpoint = open_checkpoint(model_dir)
     if state is not None and scales is None:

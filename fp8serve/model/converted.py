@@ -34,7 +34,8 @@ from fp8serve.model.config.families import FAMILIES
 from fp8serve.model.config.mixture import keeps_fp32
 from fp8serve.model.export import CARRIED, write_calibrated, write_hf_directory
 from fp8serve.model.formats.scales import ScalingCheckpoint, TensorScale
-from fp8serve.model.storage.files import check_absent, regular_file, write_json
+from fp8serve.model.storage.files import MAX_CARRIED_BYTES, check_absent, read_file, write_json
+from fp8serve.model.storage.opening import regular_file
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, checkpoint_wrapper
 
@@ -150,7 +151,7 @@ def _copy_tokenizer(folder: Path, source: Any) -> None:
             f"There is no tokenizer in {str(source)!r}; give the model's own, or the directory of it, as tokenizer=."
         )
     for path in found:
-        (folder / path.name).write_bytes(path.read_bytes())
+        (folder / path.name).write_bytes(read_file(path, MAX_CARRIED_BYTES))
 
 
 def _check_converted(model: nn.Module, config: Mapping[str, Any]) -> None:

@@ -40,12 +40,12 @@ from fp8serve.model.storage.files import (
     check_absent,
     read_file,
     read_json,
-    regular_file,
     whole_directory,
     write_json,
 )
 from fp8serve.model.storage.mapped import release_pages
-from fp8serve.model.storage.shards import DTYPES, SINGLE, inside, write_index
+from fp8serve.model.storage.opening import regular_file
+from fp8serve.model.storage.shards import DTYPES, SINGLE, write_index
 from fp8serve.model.stored import StoredLinear, open_checkpoint
 
 __all__ = ["FORMATS", "write_calibrated", "write_hf_directory"]
@@ -303,11 +303,11 @@ def _write_common(
 def _carry(source: Path, folder: Path) -> None:
     for name in CARRIED:
         if regular_file(source / name):
-            (folder / name).write_bytes(read_file(inside(source, name), MAX_CARRIED_BYTES))
+            (folder / name).write_bytes(read_file(source / name, MAX_CARRIED_BYTES))
     for config in sorted((*source.glob("[0-9]_Pooling/config.json"), *source.glob("[0-9]_LogitScore/config.json"))):
         if regular_file(config):
             (folder / config.parent.name).mkdir()
-            write_json(folder / config.parent.name / "config.json", read_json(config))
+            write_json(folder / config.parent.name / "config.json", read_json(config, root=source))
 
 
 def _write_extra(folder: Path, extra: ExtraFiles | None) -> None:

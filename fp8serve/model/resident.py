@@ -89,7 +89,7 @@ def _tensors(model_dir: Path, config: AnyConfig) -> Iterator[_Tensor]:
     """The model's tensors, as the files have them."""
     wrapped = is_wrapper(read_json(model_dir / "config.json", ModelError))
     for path in _files(model_dir):
-        for stored, entry in header_json(path)[0].items():
+        for stored, entry in header_json(path).tensors.items():
             name = text_key(stored) if wrapped else stored
             if name is not None and stored != "__metadata__" and not _is_left_out(name, config):
                 yield _Tensor(name, _shape(path, stored, entry), str(entry.get("dtype")))

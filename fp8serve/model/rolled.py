@@ -29,6 +29,7 @@ from fp8serve.model.rewriting import (
     stored_matrices,
 )
 from fp8serve.model.storage.files import present
+from fp8serve.model.storage.opening import real_path
 from fp8serve.model.stored import Checkpoint, StoredLinear, open_checkpoint
 
 
@@ -76,7 +77,7 @@ def _of_weights(
 
 
 def _of_file(checkpoint: Checkpoint, scales: Path | None) -> ScalingCheckpoint:
-    path = scales or checkpoint.path / FILE_NAME
+    path = checkpoint.path / FILE_NAME if scales is None else real_path(scales)
     state = load_scales(path, checkpoint.path)
     if scales is None:
         check_agreement(checkpoint, state, str(path))

@@ -9,7 +9,8 @@ from typing import Any
 
 from fp8serve.model.config.wrappers import read_text_config
 from fp8serve.model.export import CARRIED
-from fp8serve.model.storage.files import MAX_CARRIED_BYTES, read_file, regular_file, write_json
+from fp8serve.model.storage.files import MAX_CARRIED_BYTES, read_file, write_json
+from fp8serve.model.storage.opening import regular_file
 
 
 def carried_files(source: Path) -> Callable[[Path], None]:

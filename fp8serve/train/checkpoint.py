@@ -20,6 +20,7 @@ makes the sharded or quantized forms.
 """
 
 import hashlib
+import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
@@ -28,12 +29,12 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from fp8serve.errors import JobError
 from fp8serve.model.storage.files import fsync, read_json, save_tensors, whole_directory, write_json
-from fp8serve.model.storage.shards import Shards, read_header, write_index
+from fp8serve.model.storage.opening import open_member
+from fp8serve.model.storage.shards import Shards, load_tensors, read_header, write_index
 from fp8serve.model.storage.streamed import Parts, stream_tensors
 
 VERSION = 1
@@ -97,8 +98,9 @@ def manifest_of(directory: Path) -> dict[str, Any]:
 
 
 def _describe(path: Path) -> dict[str, Any]:
-    with path.open("rb") as stream:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+    with open_member(path, error=JobError) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        return {"bytes": size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
 
 def verify(directory: Path) -> str | None:
@@ -140,7 +142,7 @@ def read_checkpoint(directory: Path) -> TrainState:
     small = [kind for kind in (*_KINDS, _IF_ANY) if kind not in _MAPPED]
     paths = {kind: directory / f"{kind}.safetensors" for kind in (*_MAPPED, *small)}
     mapped: dict[str, Mapping[str, Tensor]] = {kind: Shards(read_header(paths[kind])[0]) for kind in _MAPPED}
-    loaded = {kind: load_file(paths[kind]) for kind in small if kind != _IF_ANY or paths[kind].exists()}
+    loaded = {kind: load_tensors(paths[kind]) for kind in small if kind != _IF_ANY or paths[kind].exists()}
     return TrainState(**mapped, **loaded, meta=read_json(directory / "trainer.json", JobError))
 
 

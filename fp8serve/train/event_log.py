@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from fp8serve.errors import JobError
 from fp8serve.model.storage.files import fsync
+from fp8serve.model.storage.opening import open_member
 from fp8serve.train.events import Event
 
 EVENTS = "events.jsonl"
@@ -69,7 +71,8 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
     """The events in the file; what follows the last newline was cut by a crash and is removed."""
     if not path.exists():
         return []
-    content = path.read_bytes()
+    with open_member(path, error=JobError) as file:
+        content = file.read()
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):
         os.truncate(path, len(whole))

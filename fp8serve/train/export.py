@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from fp8serve import __version__
@@ -25,7 +24,7 @@ from fp8serve.fp8.recipe import Recipe, delayed
 from fp8serve.model.checkpoint import ScalingCheckpoint, TensorScale, open_checkpoint
 from fp8serve.model.export import write_calibrated, write_hf_directory
 from fp8serve.model.storage.files import read_json, whole_directory
-from fp8serve.model.storage.shards import SINGLE
+from fp8serve.model.storage.shards import SINGLE, load_tensors
 from fp8serve.train.checkpoint import require_whole
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.lora import write_result
@@ -56,7 +55,7 @@ def export(checkpoint_dir: Path | str, out: Path | str) -> Path:
 
 def _adapter(source: Path, out: Path, config: TrainConfig, meta: Mapping[str, Any]) -> Path:
     with whole_directory(out) as folder:
-        write_result(folder, config, load_file(source / SINGLE))
+        write_result(folder, config, load_tensors(source / SINGLE))
         (folder / "training.json").write_text(training_record(meta), encoding="utf-8")
     return out
 
@@ -83,7 +82,7 @@ def serving_scales(source: Path, recipe: Recipe | None, meta: Mapping[str, Any])
 
     Of attention that was trained in FP8, it keeps the keys' and values', which are the scales of an FP8 KV cache.
     """
-    stored = load_file(source / "scaling.safetensors") if delayed(recipe) is not None else {}
+    stored = load_tensors(source / "scaling.safetensors") if delayed(recipe) is not None else {}
     names = sorted(n.removesuffix(".scale") for n in stored if n.endswith(".scale"))
     served = [n for n in names if n.endswith((".k", ".v")) or f"{n.rpartition('.')[0]}.weight.scale" in stored]
     ran = {n: int(stored[f"{n}.steps"]) for n in served if stored[f"{n}.steps"] > 0}

@@ -14,7 +14,8 @@ from typing import Any
 from fp8serve.errors import JobError
 from fp8serve.model.export import CARRIED
 from fp8serve.model.formats.scales import FILE_NAME, fingerprint
-from fp8serve.model.storage.files import read_json, regular_file
+from fp8serve.model.storage.files import MAX_CARRIED_BYTES, read_json
+from fp8serve.model.storage.opening import open_member, regular_file
 from fp8serve.train.config import LENGTH, TrainConfig
 
 
@@ -42,7 +43,9 @@ def model_digest(directory: Path) -> str | None:
     digest = hashlib.sha256(fingerprint(directory).encode())
     for name in sorted({*CARRIED, FILE_NAME}):
         if regular_file(directory / name):
-            digest.update(f"{name} ".encode() + hashlib.sha256((directory / name).read_bytes()).digest())
+            limit = None if name == FILE_NAME else MAX_CARRIED_BYTES
+            with open_member(directory / name, limit) as file:
+                digest.update(f"{name} ".encode() + hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:32]
 
 

@@ -26,7 +26,7 @@ from typing import IO, TYPE_CHECKING
 
 from fp8serve.ending import end_process
 from fp8serve.errors import Fp8ServeError, GroupError, JobError
-from fp8serve.model.storage.files import whole_file
+from fp8serve.model.storage.files import MAX_JSON_BYTES, read_text, whole_file
 from fp8serve.model.storage.lock import take_lock
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.event_log import EVENTS, logged
@@ -147,14 +147,7 @@ def _train(directory: Path, log: OnEvent) -> "TrainResult":
 
 def job_config(directory: Path) -> TrainConfig:
     """The configuration in a job's directory. JobError if it cannot be read or understood."""
-    return TrainConfig.from_json(_job_text(directory / "job.json"))
-
-
-def _job_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise JobError(f"The job description {path} cannot be read: {error}.") from error
+    return TrainConfig.from_json(read_text(directory / "job.json", MAX_JSON_BYTES, JobError))
 
 
 if __name__ == "__main__":

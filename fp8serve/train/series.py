@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve.errors import JobError
+from fp8serve.model.storage.opening import open_member
 from fp8serve.train.event_log import EVENTS
 
 Metrics = Mapping[str, Any]
@@ -28,7 +29,8 @@ def of_run(directory: Path) -> list[Metrics]:
     """What the run in a directory has reported. JobError: it holds no run's log, or a damaged one."""
     path = directory / EVENTS
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is being written
+        with open_member(path, error=JobError) as file:
+            lines = file.read().split(b"\n")[:-1]  # what follows the last newline is being written
         events = [json.loads(line) for line in lines]
         found = [event for event in events if event["type"] == "metrics"]
         rows = [{name: value for name, value in event.items() if name not in NOT_MEASURED} for event in found]

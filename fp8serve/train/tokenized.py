@@ -28,7 +28,8 @@ from safetensors.numpy import save_file
 
 from fp8serve.errors import DataError
 from fp8serve.model import text
-from fp8serve.model.storage.files import MAX_CARRIED_BYTES, open_file, read_file, regular_file, whole_file
+from fp8serve.model.storage.files import MAX_CARRIED_BYTES, read_file, whole_file
+from fp8serve.model.storage.opening import open_file, regular_file
 from fp8serve.model.text.data_files import MAX_DATA_BYTES, local_file
 from fp8serve.model.text.tokenizer import TOKENIZER_FILES, Tokenizer
 from fp8serve.train import data, methods

@@ -51,5 +51,5 @@ def test_a_number_at_any_place_is_found(tmp_path: Path, monkeypatch: pytest.Monk
 )
 def test_a_broken_file_is_told(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "w.safetensors").write_bytes(content)
-    with pytest.raises(ModelError, match="is not a whole safetensors file"):
+    with pytest.raises(ModelError, match=r"is not a whole safetensors file|has a header that is not"):
         finite.require_finite(tmp_path)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fp8serve.errors import ModelError
 from fp8serve.model.gguf.conversion import convert
+from fp8serve.model.storage.opening import open_file
 
 _WRITER = "gguf-1"  # raise this when the conversion of the same file changes
 
@@ -36,7 +37,7 @@ def check_hash(path: Path, sha256: str) -> str:
 
 def file_hash(path: Path) -> str:
     """SHA-256 of the content, in hexadecimal."""
-    with path.open("rb") as file:
+    with open_file(path, error=ModelError) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fp8serve.errors import ModelError, one_line, shown
-from fp8serve.model.storage.files import regular_file
+from fp8serve.model.storage.opening import open_file, regular_file
 
 MAGIC = b"GGUF"
 # The header of a vocabulary of 262,144 tokens with scores, types and 514,906 merges takes two million reads.
@@ -26,7 +26,7 @@ def is_gguf(path: Path) -> bool:
     """Whether `path` is a GGUF file according to its first bytes or its name."""
     if not regular_file(path):
         return False
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return path.suffix == ".gguf" or file.read(4) == MAGIC
 
 
@@ -110,7 +110,7 @@ def _read(path: Path) -> Any:
                 raise ValueError("its header is larger than any model's")
             return found
 
-    with path.open("rb") as file:
+    with open_file(path, error=ModelError) as file:
         start = file.read(8)
     if start[:4] != MAGIC:
         raise ModelError(f"{path} is not a GGUF file: it does not begin with the letters GGUF.")

@@ -15,7 +15,7 @@ from fp8serve.errors import ModelError
 from fp8serve.model.gguf.pretokenizers import FAMILIES, Family
 from fp8serve.model.gguf.reader import GgufFile
 from fp8serve.model.gguf.tokenizer import Kind, tokenizer_files
-from fp8serve.model.storage.files import read_json, read_optional_json
+from fp8serve.model.storage.files import MAX_CARRIED_BYTES, read_json, read_optional_json, read_text
 from fp8serve.model.stored import Checkpoint
 from fp8serve.model.text.tokenizer import Tokenizer, template_source
 
@@ -31,7 +31,7 @@ def vocabulary_keys(checkpoint: Checkpoint) -> dict[str, Any]:
     """The keys `tokenizer.*`. ModelError: there is no tokenizer, or GGUF cannot express it."""
     path, tokenizer = checkpoint.path, Tokenizer.from_dir(checkpoint.path)
     raw = read_json(path / "tokenizer.json")
-    backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    backend = tokenizers.Tokenizer.from_str(read_text(path / "tokenizer.json", MAX_CARRIED_BYTES))
     tokens, kinds = _tokens(checkpoint, tokenizer, backend)
     ends = [i for i in dict.fromkeys((tokenizer.eos_id, *tokenizer.eos_ids)) if i is not None]
     roles = {"bos": tokenizer.bos_id, **dict(zip(_ENDS, ends, strict=False))}

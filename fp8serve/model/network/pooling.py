@@ -74,7 +74,7 @@ def read_pooling(model_dir: Path | str) -> Pooling:
         )
     modules = _modules(model_dir)
     path = model_dir / pooling_file(modules, model_dir)
-    raw = read_json(path)
+    raw = read_json(path, root=model_dir)
     said = read_optional_json(model_dir / "config_sentence_transformers.json")
     return Pooling(_mode(raw, path), "Normalize" in modules, _max_length(model_dir), *_prompts(said, model_dir))
 

@@ -1,7 +1,7 @@
 """Reading the small files of a model directory and writing a directory whole or not at all.
 
-Files come from strangers: only regular ones of a bounded size are read, so that a FIFO, a device or a sparse file of a
-terabyte gives an error message instead of a process that hangs or is killed for its memory.
+Files come from strangers. `opening` opens them, and a sparse file of a terabyte gives an error message instead of a
+process that is killed for its memory.
 
 A directory is written into a hidden sibling of its final name, every file is fsynced, the directory too, then one
 `rename` puts it in place and the parent is fsynced: after a crash or a full disk either the whole directory is there
@@ -16,9 +16,10 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from fp8serve.errors import Fp8ServeError, MachineError, TakenError, one_line, shown
+from fp8serve.model.storage.opening import open_member, too_large
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,53 +33,30 @@ def present(path: Path) -> bool:
     return os.path.lexists(path)
 
 
-def open_file(path: Path, limit: int, error: type[Fp8ServeError] = TakenError) -> BinaryIO:
-    """A regular file of at most `limit` bytes, open for reading; anything else is an immediate `error`."""
-    try:
-        # a FIFO without a writer opens, too
-        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
-    except FileNotFoundError:
-        what = "is a link to a file that does not exist" if path.is_symlink() else "does not exist"
-        raise error(f"{path} {what}.") from None
-    except (OSError, ValueError) as e:  # ValueError: a name with a null byte
-        raise error(f"{path} cannot be read: {getattr(e, 'strerror', None) or e}.") from None
-    found = os.fstat(file.fileno())
-    if stat.S_ISREG(found.st_mode) and found.st_size <= limit:
-        return file
-    file.close()
-    if stat.S_ISREG(found.st_mode):
-        raise _too_large(path, limit, error)
-    raise error(f"{path} is not a regular file; put the file itself there.")
-
-
-def _too_large(path: Path, limit: int, error: type[Fp8ServeError]) -> Fp8ServeError:
-    return error(f"{path} is larger than {limit >> 20} MiB, the most that is read; give a smaller file.")
-
-
-def read_file(path: Path, limit: int, error: type[Fp8ServeError] = TakenError) -> bytes:
-    """The content of a file that `open_file` opens."""
-    with open_file(path, limit, error) as file:
+def read_file(path: Path, limit: int, error: type[Fp8ServeError] = TakenError, root: Path | None = None) -> bytes:
+    """The content of a file that `open_member` opens."""
+    with open_member(path, limit, error, root) as file:
         try:
             content = file.read(limit + 1)
         except OSError as e:
             raise error(f"{path} cannot be read: {e.strerror or e}.") from None
     if len(content) > limit:
-        raise _too_large(path, limit, error)
+        raise too_large(path, limit, error)
     return content
 
 
-def read_text(path: Path, limit: int, error: type[Fp8ServeError] = TakenError) -> str:
+def read_text(path: Path, limit: int, error: type[Fp8ServeError] = TakenError, root: Path | None = None) -> str:
     """As `read_file`, decoded; a byte-order mark is dropped."""
     try:
-        return read_file(path, limit, error).decode("utf-8-sig")
+        return read_file(path, limit, error, root).decode("utf-8-sig")
     except UnicodeDecodeError as e:
         raise error(f"{path} is not UTF-8 text: byte {e.start} cannot be read.") from None
 
 
-def read_json(path: Path, error: type[Fp8ServeError] = TakenError) -> dict[str, Any]:
-    """The JSON object in `path`; `error` with one sentence when it is missing, unreadable, too large or not an
-    object."""
-    text = read_text(path, MAX_JSON_BYTES, error)
+def read_json(path: Path, error: type[Fp8ServeError] = TakenError, root: Path | None = None) -> dict[str, Any]:
+    """The JSON object in a file that `open_member` opens; `error` with one sentence when it is missing, unreadable,
+    too large or not an object."""
+    text = read_text(path, MAX_JSON_BYTES, error, root)
     try:
         value = json.loads(text, object_pairs_hook=no_duplicates)
         if "\\ud" in text or "\\uD" in text:  # half of a surrogate pair is a ValueError, too
@@ -210,11 +188,3 @@ def fsync_tree(root: Path) -> None:
         for name in names:
             fsync(Path(folder, name))
         fsync(Path(folder))
-
-
-def regular_file(path: Path) -> bool:
-    """Whether it is a regular file, directly or through a link: not a device, socket or directory."""
-    try:
-        return stat.S_ISREG(path.stat().st_mode)
-    except OSError:
-        return False

@@ -8,6 +8,7 @@ import numpy as np
 
 from fp8serve.errors import ModelError
 from fp8serve.model.storage.headers import header_json
+from fp8serve.model.storage.opening import open_member
 
 CHUNK = 1 << 22  # numbers at once
 _EXPONENTS: dict[str, tuple[type[np.unsignedinteger], int]] = {  # exponent bits: only NaN and infinity set all
@@ -26,15 +27,15 @@ def require_finite(directory: Path) -> None:
         where = f"{directory.name}/{path.name}"
         try:
             name = _first_bad(path)
-        except (ModelError, ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise ModelError(f"{where} is not a whole safetensors file; download or write it again.") from None
         if name is not None:
             raise ModelError(f"{where} holds NaN or an infinity in {name}.")
 
 
 def _first_bad(path: Path) -> str | None:
-    header, begin = header_json(path)
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+    header, begin, _ = header_json(path)
+    with open_member(path, error=ModelError) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         found = (n for n, about in header.items() if n != "__metadata__" and _is_bad(content, begin, about))
         return next(found, None)
 

@@ -11,12 +11,16 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from fp8serve.errors import ModelError
+from fp8serve.model.storage.opening import open_member
+
 _FILES: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()  # by the address at which each begins
 
 
 def map_file(path: Path) -> Tensor:
-    """The bytes of a file, uint8; writing to them changes this process's memory only."""
-    with path.open("rb") as file:
+    """The bytes of a file, uint8; writing to them changes this process's memory only. ModelError: `path` is no file of
+    its directory (`opening.open_member`), or is empty."""
+    with open_member(path, error=ModelError) as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     whole = torch.frombuffer(mapped, dtype=torch.uint8)
     _FILES[whole.data_ptr()] = mapped

@@ -1,8 +1,10 @@
 """The tensors of a model directory: safetensors files, one or many, memory-mapped and read only when asked for.
 
-`safetensors` refuses a malformed layout by itself; this module checks what it does not: duplicate keys, names that are
-paths, headers larger than any model's, shard names in the index that leave the directory, links to elsewhere, and
-tensors that the index promises but the shards do not hold. A tensor is a view of the mapped file: nothing is copied
+The `safetensors` library opens files by their paths, so that a link could be put there after a check. This module reads
+the header itself, and refuses what the library refuses (tensors that overlap, leave gaps, or do not fill the file) and
+what it does not: duplicate keys, names that are paths, headers larger than any model's, shard names in the index that
+leave the directory, links to elsewhere, and tensors that the index promises but the shards do not hold. A tensor is a
+view of the mapped file: nothing is copied
 until it is used, so a model larger than memory can be walked through layer by layer. All tensors of a file are views of
 one mapping, so that adjacent ones can be used as one matrix (fp8/joined.py); a tensor that is misaligned for its type
 is copied.
@@ -14,7 +16,6 @@ Pickles (`pytorch_model.bin`) are not read on purpose: loading one runs the code
 """
 
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fp8serve.errors import ModelError, shown
-from fp8serve.model.storage.files import present, read_json, regular_file, write_json
+from fp8serve.model.storage.files import present, read_json, write_json
 from fp8serve.model.storage.headers import header_json
 from fp8serve.model.storage.mapped import map_file
 
@@ -48,16 +48,20 @@ class StoredTensor:
     start: int = 0  # offset of its bytes from the beginning of the file
     note: str | None = None  # the file's metadata under the tensor's name
 
+    @property
+    def end(self) -> int:
+        """The offset behind its last byte."""
+        return self.start + math.prod(self.shape) * self.dtype.itemsize
+
 
 def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """(tensors by name, metadata) of one safetensors file, without touching its data. ModelError when malformed."""
-    if not regular_file(path):
-        raise ModelError(f"{path} does not exist or is not a regular file; the model's download is incomplete.")
-    raw, begin = header_json(path)
+    raw, begin, end = header_json(path)
     metadata = raw.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise ModelError(f"{path} has metadata that is not text.")
     entries = {name: _entry(path, name, value, begin) for name, value in raw.items()}
+    _check_layout(path, entries, begin, end)
     return {name: replace(entry, note=metadata.get(name)) for name, entry in entries.items()}, metadata
 
 
@@ -74,7 +78,24 @@ def _entry(path: Path, name: str, value: Any, begin: int) -> StoredTensor:
     offsets = value.get("data_offsets")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(isinstance(o, int) and o >= 0 for o in offsets):
         raise ModelError(f"{path}: tensor {name} has no place in the file.")
-    return StoredTensor(path, dtype, tuple(shape), begin + offsets[0])
+    entry = StoredTensor(path, dtype, tuple(shape), begin + offsets[0])
+    if entry.end != begin + offsets[1]:
+        size = offsets[1] - offsets[0]
+        raise ModelError(f"{path} is damaged: tensor {name} has {size} bytes, which its shape and type contradict.")
+    return entry
+
+
+def _check_layout(path: Path, entries: Mapping[str, StoredTensor], begin: int, end: int) -> None:
+    """ModelError unless the tensors fill the file from `begin` to `end`, one behind the other."""
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
+        if entry.start != begin:
+            raise ModelError(f"{path} is damaged: tensor {name} does not begin where the one before it ends.")
+        begin = entry.end
+    if begin != end:
+        raise ModelError(
+            f"{path} is truncated or damaged: its header describes {begin} bytes and it has {end}; download or write "
+            "it again."
+        )
 
 
 class Shards(Mapping[str, Tensor]):
@@ -88,18 +109,20 @@ class Shards(Mapping[str, Tensor]):
     ) -> None:
         """keys: the keys in the file by name, where the two differ."""
         self.entries, self.metadata, self._keys = entries, metadata or {}, keys or {}
-        self._open: dict[Path, Any] = {}
         self._mapped: dict[Path, Tensor] = {}
-        for path in {entry.file for entry in entries.values()}:
-            self._handle(path)  # the library checks each file's layout against its length here, before anything is used
 
     def __getitem__(self, name: str) -> Tensor:
-        """A view of the mapped file; writing to it changes this process's memory only. KeyError when absent."""
+        """A view of the mapped file; writing to it changes this process's memory only. KeyError when absent.
+
+        ModelError: the file was replaced by a shorter one after its header was read.
+        """
         entry = self.entries[name]
-        num_bytes = math.prod(entry.shape) * entry.dtype.itemsize
-        if num_bytes == 0:
+        if entry.end == entry.start:
             return torch.empty(entry.shape, dtype=entry.dtype)
-        raw = self._bytes(entry.file)[entry.start : entry.start + num_bytes]
+        file = self._bytes(entry.file)
+        if len(file) < entry.end:
+            raise ModelError(f"{entry.file} was replaced while it was read; load the model again.")
+        raw = file[entry.start : entry.end]
         return (raw.clone() if entry.start % entry.dtype.itemsize else raw).view(entry.dtype).view(entry.shape)
 
     def __contains__(self, name: object) -> bool:
@@ -126,18 +149,15 @@ class Shards(Mapping[str, Tensor]):
         return Shards({new: self.entries[old] for new, old in keys.items()}, self.metadata, keys)
 
     def _bytes(self, path: Path) -> Tensor:
-        """The whole file, mapped once; `_handle` has checked that every tensor lies within it."""
+        """The whole file, mapped once."""
         if path not in self._mapped:
             self._mapped[path] = map_file(path)
         return self._mapped[path]
 
-    def _handle(self, path: Path) -> Any:
-        if path not in self._open:
-            try:
-                self._open[path] = safe_open(path, framework="pt", device="cpu")
-            except (SafetensorError, OSError) as e:
-                raise ModelError(f"{path} is truncated or damaged ({e}); download or write it again.") from None
-        return self._open[path]
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Copies of all tensors of one file. ModelError when it is malformed."""
+    return {name: tensor.clone() for name, tensor in Shards(read_header(path)[0]).items()}
 
 
 def write_index(model_dir: Path, files: Iterable[str] = (SINGLE,)) -> None:
@@ -154,7 +174,7 @@ def open_shards(model_dir: Path) -> Shards:
     ModelError: no weights, a damaged file, an index that points outside the directory or to missing tensors.
     """
     if present(model_dir / SINGLE):
-        entries, metadata = read_header(_inside(model_dir, SINGLE))
+        entries, metadata = read_header(model_dir / SINGLE)
         _check_alone(model_dir, entries)
         return Shards(entries, metadata)
     if not present(model_dir / INDEX):
@@ -187,25 +207,15 @@ def _weight_map(index: Path) -> dict[str, str]:
 def _indexed(model_dir: Path) -> Shards:
     index = model_dir / INDEX
     weight_map = _weight_map(index)
-    headers = {name: read_header(_inside(model_dir, name))[0] for name in sorted(set(weight_map.values()))}
+    headers = {name: read_header(_plain(model_dir, name))[0] for name in sorted(set(weight_map.values()))}
     for tensor, file in weight_map.items():
         if tensor not in headers[file]:
             raise ModelError(f"{index} places {shown(tensor)} in {file}, which does not hold it.")
     return Shards({tensor: headers[file][tensor] for tensor, file in weight_map.items()})
 
 
-def _inside(model_dir: Path, name: str) -> Path:
+def _plain(model_dir: Path, name: str) -> Path:
+    """`model_dir / name`. ModelError when `name` is a path."""
     if name != Path(name).name or "\\" in name or "\0" in name or not name.endswith(".safetensors"):
         raise ModelError(f"{model_dir / INDEX} names the shard {shown(name)}, not a plain .safetensors file name.")
-    return inside(model_dir, name)
-
-
-def inside(model_dir: Path, name: str) -> Path:
-    """`model_dir / name`, having checked that it is not a link to elsewhere. ModelError when it is."""
-    folder = Path(os.path.realpath(model_dir))
-    target = Path(os.path.realpath(folder / name))  # an endless chain of links resolves to a path somewhere on it
-    # the hub's cache keeps snapshots/<revision>/<file> as a link to ../../blobs/<hash>
-    hub_blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
-    if not (target.is_relative_to(folder) or target.is_relative_to(hub_blobs)):
-        raise ModelError(f"{model_dir / name} is a link to outside the model's directory; copy the file instead.")
-    return folder / name
+    return model_dir / name

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from fp8serve.errors import DataError, one_line
-from fp8serve.model.storage.files import open_file
+from fp8serve.model.storage.opening import open_file
 from fp8serve.model.text.parquet import parquet_rows
 from fp8serve.model.text.tables import Row, array_rows, csv_rows, too_large
 

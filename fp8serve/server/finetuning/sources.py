@@ -1,10 +1,11 @@
 """The weights that a name can serve: those of its own directory, of a fine-tune job's result, or of a checkpoint."""
 
-import json
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fp8serve.errors import ModelError
+from fp8serve.model.storage.files import read_json
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.finetuning.checkpoints import checkpoint_model, checkpoint_name, job_of, parsed
 from fp8serve.server.finetuning.job_records import Job
@@ -162,6 +163,6 @@ def is_adapter(job: Job) -> bool:
 def _trained_model(directory: Path) -> str | None:
     """The model that the job of this directory starts from."""
     try:
-        return str(json.loads((directory / "job.json").read_text(encoding="utf-8"))["model"])
-    except (OSError, ValueError, KeyError):
+        return str(read_json(directory / "job.json")["model"])
+    except (ModelError, KeyError):
         return None

@@ -3,17 +3,20 @@
 import asyncio
 import contextlib
 import hashlib
+import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from fp8serve.engine.client import EngineClient
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.request import EngineLimits, Request
+from fp8serve.errors import ModelError
 from fp8serve.logs import LogFormat
 from fp8serve.model.config.either import check_any_config
+from fp8serve.model.storage.opening import open_member
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.server.answers.choice import AnswerFormat
 from fp8serve.server.serving.admission import Admission
@@ -119,14 +122,14 @@ def weight_version(directory: Path) -> str:
     digest = hashlib.sha256()
     for path in [directory / "config.json", *sorted(directory.glob("*.safetensors"))]:
         if path.is_file():
-            digest.update(f"{path.name}:{path.stat().st_size}".encode())
-            _sample(path, digest)
+            with open_member(path, error=ModelError) as file:
+                _sample(file, path.name, digest)
     return digest.hexdigest()[:12]
 
 
-def _sample(path: Path, digest: "hashlib._Hash") -> None:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        for offset in sorted({0, max(0, size // 2), max(0, size - SAMPLE_BYTES)}):
-            file.seek(offset)
-            digest.update(file.read(SAMPLE_BYTES))
+def _sample(file: BinaryIO, name: str, digest: "hashlib._Hash") -> None:
+    size = os.fstat(file.fileno()).st_size
+    digest.update(f"{name}:{size}".encode())
+    for offset in sorted({0, max(0, size // 2), max(0, size - SAMPLE_BYTES)}):
+        file.seek(offset)
+        digest.update(file.read(SAMPLE_BYTES))

@@ -17,7 +17,6 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from fp8serve.errors import JobError
@@ -26,6 +25,7 @@ from fp8serve.fp8.own_linear import own_products, use_own_products
 from fp8serve.model.building import Model
 from fp8serve.model.checkpoint import load_servable
 from fp8serve.model.storage.files import save_tensors, whole_file
+from fp8serve.model.storage.shards import load_tensors
 from fp8serve.train.batch import collate
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Row
@@ -261,5 +261,5 @@ def _kept_model(scene: Scene) -> Model:
         raise JobError(
             f"{path}, the model that the run began with, is gone, but is its reference; use another output directory."
         )
-    model.load_state_dict(load_file(path), strict=False)
+    model.load_state_dict(load_tensors(path), strict=False)
     return model
