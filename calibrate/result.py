@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from fp8serve.errors import DataError
 from fp8serve.fp8.recipe import HeadDtype
 from fp8serve.model.storage.files import MAX_JSON_BYTES, read_text
+from fp8serve.options import rule
 
 HISTORY_SHOWN = 64  # newest amaxes per tensor in the report; scales.safetensors holds the whole history
 
@@ -232,8 +233,9 @@ class CalibrationReport:
         try:
             return TypeAdapter(cls).validate_json(text)
         except ValidationError as e:
-            where = ".".join(map(str, e.errors()[0]["loc"])) or "the text"
-            raise DataError(f"This is not a calibration report: {where}: {e.errors()[0]['msg']}.") from None
+            first = e.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "the text"
+            raise DataError(f"This is not a calibration report: {rule(where, first)}.") from None
 
 
 def read_report(folder: Path) -> CalibrationReport:

@@ -4,7 +4,11 @@ The command line prints the message and exits with 1, the server renders it as a
 quoted value may come from a stranger and have any length and any characters: `shown` or `one_line` quote it.
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 MAX_SHOWN = 80  # characters of a quoted value
+MAX_COMPARED = 256  # characters of a name that is compared with others
 
 
 def json_kind(value: object) -> str:
@@ -20,6 +24,13 @@ def shown(value: object) -> str:
 def one_line(message: object) -> str:
     """Another library's message in the middle of a sentence: without its full stop and line breaks, and not long."""
     return _cut(" ".join(str(message).split()).rstrip("."), 3 * MAX_SHOWN)
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """The question whether the most similar of the `known` names was meant, to be put behind a sentence, or nothing."""
+    by_lower = {other.lower(): other for other in known}
+    matches = get_close_matches(name[:MAX_COMPARED].lower(), by_lower, 1)
+    return f" Did you mean {by_lower[matches[0]]}?" if matches else ""
 
 
 def _cut(text: str, most: int = MAX_SHOWN) -> str:

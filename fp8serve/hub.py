@@ -7,14 +7,17 @@ then only models that were downloaded before are found.
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fp8serve.errors import ModelError
+from fp8serve.errors import ModelError, suggestion
 from fp8serve.terminal import remark
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _FILE_NAMES = (".gguf", ".safetensors")  # no model on the hub has this name
+MAX_LISTED = 1000  # entries of a directory that are compared with a mistyped name
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]  # never pickled weights, never code
 
 
@@ -30,13 +33,22 @@ def find_model(name: str) -> Path:
 
         return smollm2(remark)
     if path.suffix in _FILE_NAMES:
-        raise ModelError(f"There is no {name}.")
+        raise ModelError(f"There is no {name}.{_similar(path)}")
     if not _HUB_NAME.fullmatch(name):
         raise ModelError(
             f"{name} is not a directory; give a model directory in Hugging Face format, a GGUF file, or a hub name "
-            "such as org/name."
+            f"such as org/name.{_similar(path)}"
         )
     return _download(name)
+
+
+def _similar(path: Path) -> str:
+    """The question whether another model was meant: smollm2, or one that lies where `path` should lie."""
+    with suppress(OSError):
+        there = list(islice(path.parent.iterdir(), MAX_LISTED))
+        models = {str(item) for item in there if item.suffix in _FILE_NAMES or (item / "config.json").exists()}
+        return suggestion(str(path), models | ({"smollm2"} if path.parent == Path() else set()))
+    return ""
 
 
 def draft_found(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,4 +86,6 @@ def _download(name: str) -> Path:
         Exception
     ) as error:  # the hub library raises a dozen classes, some of them from requests; one sentence covers all
         reason = str(error).strip().split("\n")[0].rstrip(".")
-        raise ModelError(f"{name} is not a directory, and the hub did not give it ({reason}).") from error
+        raise ModelError(
+            f"{name} is not a directory, and the hub did not give it ({reason}).{_similar(Path(name))}"
+        ) from error

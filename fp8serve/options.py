@@ -8,6 +8,7 @@ only place for the default, the bounds and the text: the command line (`commands
 before a value is checked, so that `import fp8serve` does not wait for it.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
@@ -116,10 +117,51 @@ def _sentence(complaint: Mapping[str, Any]) -> str:
     """Pydantic's complaint with the option's name, and what was found."""
     field, *place = complaint["loc"]
     name = f"{field}" + "".join(f"[{part}]" for part in place if isinstance(part, int))
-    rule = str(complaint["msg"]).replace(" after validation", "").replace("a valid boolean", "true or false")
-    _, should, demand = rule.partition(" should ")
-    sentence = f"{name} must {demand}" if should else f"{name}: {rule[:1].lower()}{rule[1:]}"
-    return f"{sentence}." if ", not " in sentence else f"{sentence}, not {shown(complaint['input'])}."
+    return f"{rule(name, complaint)}, not {shown(_input(complaint))}."
+
+
+def rule(name: str, complaint: Mapping[str, Any]) -> str:
+    """A clause that says what `name` must be, of one of pydantic's errors: "threads must be a whole number".
+
+    A validator of ours has written its own clause, which follows the name.
+    """
+    kind, values = str(complaint["type"]), dict(complaint.get("ctx") or {})
+    for suffix in ("_type", "_parsing", "_from_float"):
+        kind = kind.removesuffix(suffix)
+    if kind in _KINDS:
+        return f"{name} must be {_KINDS[kind]}"
+    if kind in _RULES:
+        text = _RULES[kind].format_map({key: str(value).removesuffix(".0") for key, value in values.items()})
+        one = re.sub(r"\b1 (item|character)s\b", r"1 \1", text)
+        return f"{name} must {one}"
+    message = str(complaint["msg"])
+    return f"{name}: {message[:1].lower()}{message[1:]}"
+
+
+_KINDS = {
+    "int": "a whole number", "float": "a number", "finite_number": "a finite number", "string": "text",
+    "bool": "true or false", "list": "a list", "tuple": "a list", "dict": "an object", "model": "an object",
+    "model_attributes": "an object", "dataclass": "an object", "mapping": "an object", "none_required": "null",
+    "path": "a path", "int_parsing_size": "a smaller number", "string_unicode": "text in UTF-8",
+}  # fmt: skip
+"""What a value must be, by the types of pydantic's errors without their endings."""
+_RULES = {
+    "greater_than": "be greater than {gt}", "greater_than_equal": "be at least {ge}",
+    "less_than": "be less than {lt}", "less_than_equal": "be at most {le}",
+    "multiple_of": "be a multiple of {multiple_of}", "literal_error": "be {expected}", "enum": "be {expected}",
+    "too_short": "have at least {min_length} items", "too_long": "have at most {max_length} items",
+    "string_too_short": "have at least {min_length} characters",
+    "string_too_long": "have at most {max_length} characters",
+    "string_pattern_mismatch": "match the regular expression {pattern}",
+    "union_tag_invalid": "have a {discriminator} that is one of {expected_tags}",
+    "union_tag_not_found": "have a {discriminator}",
+}  # fmt: skip
+"""Likewise, with the values that pydantic adds."""
+
+
+def _input(complaint: Mapping[str, Any]) -> Any:
+    """The value that was refused, or its length if that is what is wrong."""
+    return (complaint.get("ctx") or {}).get("actual_length") or complaint["input"]
 
 
 def known_fields(cls: type, data: object) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The command line from a shell's view: exit statuses, sentences, JSON, and the cost of an answer."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -217,3 +218,25 @@ def test_a_file_is_not_a_model(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ModelError, match="is a file"):
         find_model(str(tmp_path / "model.safetensors"))
+
+
+def test_a_mistyped_model_gets_a_suggestion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "llama-fp8").mkdir()
+    (tmp_path / "llama-fp8" / "config.json").touch()
+    (tmp_path / "lama-fp8-notes").mkdir()
+    (tmp_path / "tiny-Q8_0.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fp8serve.hub._download", Failing(AssertionError("asked the hub")))
+    for name, meant in {
+        "lama-fp8": "llama-fp8",
+        "./llama-fp9": "llama-fp8",
+        str(tmp_path / "LLAMA-fp8"): str(tmp_path / "llama-fp8"),
+        "tiny-q8_0.gguf": "tiny-Q8_0.gguf",
+        "smolm2": "smollm2",
+    }.items():
+        with pytest.raises(ModelError, match=rf"Did you mean {re.escape(meant)}\?$"):
+            find_model(name)
+    for name in ("something-else", str(tmp_path / "no" / "llama-fp8")):
+        with pytest.raises(ModelError) as refused:
+            find_model(name)
+        assert "Did you mean" not in str(refused.value)

@@ -35,10 +35,11 @@ ALLOWED_IN_SERVER = {
     "serving": {"serving", "answers"} | FOUNDATION,
     "parsing": {"parsing", "serving", "schemas"} | FOUNDATION,
     "finetuning": {"finetuning", "parsing", "serving", "schemas"} | FOUNDATION,
-    "server_state": {"access", "finetuning", "parsing", "serving"} | FOUNDATION,
+    "data_directory": FOUNDATION,
+    "server_state": {"access", "data_directory", "finetuning", "parsing", "serving"} | FOUNDATION,
     "api": {"api", "access", "server_state", "finetuning", "parsing", "serving", "schemas", "http", "answers"}
     | FOUNDATION,
-    "app": {"api", "server_state", "finetuning", "serving", "http"} | FOUNDATION,
+    "app": {"api", "data_directory", "server_state", "finetuning", "serving", "http"} | FOUNDATION,
     "launch": {"app", "server_state", "serving", "http"} | FOUNDATION,
 }
 ALLOWED_IN_MODEL = {

@@ -46,9 +46,9 @@ class Oven:
     ("values", "sentence"),
     [
         ({"heat": 0}, "heat must be greater than 0, not 0."),
-        ({"heat": True}, "heat must be a valid number, not True."),
+        ({"heat": True}, "heat must be a number, not True."),
         ({"heat": float("nan")}, "heat must be a finite number, not nan."),
-        ({"trays": 1.0}, "trays must be a valid integer, not 1.0."),
+        ({"trays": 1.0}, "trays must be a whole number, not 1.0."),
         ({"cakes": ["a", ""]}, "cakes[1] must have at least 1 character, not ''."),
         ({"cakes": ["a", "b", "c"]}, "cakes must have at most 2 items, not 3."),
         ({"mode": "wave"}, "mode must be 'air' or 'grill', not 'wave'."),

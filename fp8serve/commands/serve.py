@@ -9,6 +9,7 @@ Examples:
   fp8serve serve ./llama-fp8 --api-keys keys.toml
   fp8serve serve ./llama-fp8 --train-on share
   fp8serve serve ./llama --recipe current --port 8080
+  fp8serve serve ./llama-fp8 --served-model-name llama --served-model-name gpt-4o-mini
   fp8serve serve ./llama-fp8 --adapter tutor=./run/model
   fp8serve serve ./llama-fp8 --draft-model ./small-llama-fp8
   fp8serve serve ./llama-fp8 --model small=./minilm,recipe=bf16 --models-dir ./more
@@ -94,7 +95,7 @@ def models_of(model: str | None, values: Mapping[str, Any]) -> dict[str, Any]:
         **draft,
         **first.options,
         "model": first.directory,
-        "served_model_name": first.name,
+        "served_model_name": (first.name,),
         "models": tuple(further),
     }
 

@@ -32,6 +32,7 @@ from fp8serve.server.api.openai import (
     model_list_routes,
 )
 from fp8serve.server.api.openapi_description import describe
+from fp8serve.server.data_directory import DataDirectory
 from fp8serve.server.finetuning.job_runner import worker_command
 from fp8serve.server.http.access_control import AccessControl
 from fp8serve.server.http.access_log import AccessLog
@@ -56,7 +57,12 @@ def create_app(settings: Settings, start_engine: Launch | None = None, worker: S
     `start_engine` and `worker` replace the engine's and the trainer's process, for tests. Raises MachineError when the
     data directory cannot be used.
     """
-    state = ServerState(settings, start_engine, worker or worker_command(settings.train_procs))
+    data = DataDirectory(settings)
+    try:
+        state = ServerState(settings, data, start_engine, worker or worker_command(settings.train_procs))
+    except BaseException:
+        data.discard()
+        raise
     app = FastAPI(
         title="fp8serve",
         version=fp8serve.__version__,
@@ -70,7 +76,7 @@ def create_app(settings: Settings, start_engine: Launch | None = None, worker: S
     for routes in ROUTES:
         app.include_router(routes.router)
     describe(app)
-    add_error_handlers(app)
+    add_error_handlers(app, (route.path for routes in ROUTES for route in routes.router.routes))
     limits = settings.limits
     app.add_middleware(
         BodyLimits, max_bytes=limits.body_bytes, seconds=limits.body_seconds, held_bytes=limits.held_bytes

@@ -24,6 +24,7 @@ from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError, MachineError
 from fp8serve.server.access.key_file import KeyFile
 from fp8serve.server.access.limits import Tenants
+from fp8serve.server.data_directory import DataDirectory
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.finetuning.checkpoints import job_of
 from fp8serve.server.finetuning.data_checks import measured_rows
@@ -47,7 +48,7 @@ from fp8serve.server.serving.served import Launch, Served, Source, launch
 from fp8serve.server.serving.served_model import BASE, ServedModel
 from fp8serve.server.serving.supervisor import EngineSupervisor
 from fp8serve.server.serving.verification import UNVERIFIED, Verification, Verified
-from fp8serve.server.settings import Settings, is_loopback, lock_data_dir, prepare_data_dir
+from fp8serve.server.settings import Settings, is_loopback
 from fp8serve.server.tracing import tracing_of
 from fp8serve.server.usage import Usage
 
@@ -59,12 +60,17 @@ OWN_SIGNAL_SECONDS = 1.0  # how much later than our engine we may handle a signa
 class ServerState:
     """One server's parts. `failed` is set when the default model could not be loaded, whose `problem` says why."""
 
-    def __init__(self, settings: Settings, start_engine: Launch | None = None, worker: Sequence[str] = WORKER) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        data: DataDirectory,
+        start_engine: Launch | None = None,
+        worker: Sequence[str] = WORKER,
+    ) -> None:
         limits = settings.limits
         self.settings = settings
         self.keys = KeyFile(settings.api_keys, settings.api_key)
-        self.data_dir = prepare_data_dir(settings)
-        self._lock = lock_data_dir(self.data_dir)
+        self._data, self.data_dir = data, data.path
         self.metrics = Metrics(settings.vllm_metrics)
         self.tracing = tracing_of(settings.otlp_endpoint)
         self.tenants = Tenants(self.metrics)
@@ -87,6 +93,7 @@ class ServerState:
         self.sources = Sources(self.jobs, self.runner, self.models)
         self.retention = Retention(self.jobs, self.runner, self.models, settings.keep_jobs)
         self.runner.after_each = self.retention.sweep
+        self.loaded = False  # whether the default model ever was
         self.started = False  # whether every model of the command line was loaded, or could not be
         self.started_at = int(time.time())
         self.address = "this application's address"
@@ -147,10 +154,10 @@ class ServerState:
                 default.state, default.problem = "failed", error
                 self.failed.set()
             return
-        log.info("%s", kernels_line(served))
+        self.loaded = True
         log.info(answers_line(served))
         what = served.source.model_id, served.weight_version
-        log.info("serving %s (%s) as %s on %s", *what, default.name, self.address)
+        log.info("ready at %s: serving %s (%s) as %s", self.address, *what, default.name)
         if not self.settings.asks_for_keys and not is_loopback(self.settings.host):
             log.warning("no API key is set, as --allow-unauthenticated asks: whoever reaches this server may use it")
         self.runner.start()
@@ -228,8 +235,12 @@ class ServerState:
         await self.loader.close()
         await self.parser.close()
         await self.tracing.close()
+        is_empty = not (self.jobs.ids("jobs") or self.jobs.ids("files"))
         self.jobs.close()
-        self._lock.close()
+        if self.loaded or not is_empty:
+            self._data.close()
+        else:
+            self._data.discard()
 
     # -- how it is -----------------------------------------------------------------------------------------------------
 
@@ -438,15 +449,3 @@ def answers_line(served: Served) -> str:
     told = "; the chat template knows no tools, so the system message describes them"
     described = served.answers.tools != "none" and not served.tokenizer.takes_tools
     return line + (told if described else "")
-
-
-def kernels_line(served: Served) -> str:
-    """One line: which kernel serves each op, as the engine says."""
-    info = served.engine.info
-    kernels = info.get("kernels") or {}
-    named = (
-        ", ".join(f"{op}: {name}" for op, name in sorted(kernels.items()))
-        if isinstance(kernels, dict)
-        else str(kernels)
-    )
-    return f"kernels on {info.get('device', 'this device')}: {named or 'not reported'}"

@@ -155,7 +155,13 @@ class Settings(EngineOptions):
     aliases: Annotated[
         tuple[str, ...], About("Another name for a model.", unset="none", flag="--alias", metavar="ALIAS=NAME")
     ] = ()
-    served_model_name: Annotated[str | None, About("Name that requests use.", unset="the directory's")] = None
+    served_model_name: Annotated[
+        tuple[str, ...],
+        About(
+            "Name that requests use; further ones are aliases",
+            unset="the directory's",
+        ),
+    ] = ()
     data_dir: Annotated[
         Path | None, About("Where jobs, uploads and checkpoints are kept.", unset="one for each model", private=True)
     ] = None
@@ -211,6 +217,8 @@ class Settings(EngineOptions):
     limits: ServerLimits = field(default_factory=ServerLimits)
 
     def __post_init__(self) -> None:
+        if isinstance(self.served_model_name, str):  # in Python, one name needs no tuple
+            object.__setattr__(self, "served_model_name", (self.served_model_name,))
         EngineOptions.__post_init__(self)
         if self.api_key is not None and not self.api_key.strip():
             raise RequestError("The API key is empty; give a key or leave the option out.")
@@ -238,13 +246,14 @@ class Settings(EngineOptions):
 
     @property
     def model_name(self) -> str:
-        """The name requests use: `served_model_name`, else the directory's own."""
-        return self.served_model_name or self.model.resolve().name
+        """The name of the default model: the first `served_model_name`, else the directory's own."""
+        return self.served_model_name[0] if self.served_model_name else self.model.resolve().name
 
     @property
     def named_aliases(self) -> dict[str, str]:
-        """Of each alias the name that it stands for."""
-        return dict(text.split("=", 1) for text in self.aliases)
+        """Of each alias, and each further `served_model_name`, the name that it stands for."""
+        further = dict.fromkeys(self.served_model_name[1:], self.model_name)
+        return further | dict(text.split("=", 1) for text in self.aliases)
 
     @property
     def answers(self) -> AnswerFormat:
@@ -299,7 +308,9 @@ def _check_endpoint(option: str, endpoint: str | None) -> None:
 
 def _check_names(settings: Settings) -> None:
     """Every name once, and aliases for names that there are."""
-    names = [settings.model_name, *(model.name for model in settings.models)]
+    for name in settings.served_model_name[1:]:
+        check_name(name)
+    names = [settings.model_name, *settings.served_model_name[1:], *(model.name for model in settings.models)]
     for text in settings.aliases:
         alias, equals, name = text.partition("=")
         if not equals or name not in names:

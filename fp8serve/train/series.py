@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fp8serve.errors import JobError
+from fp8serve.errors import JobError, one_line
 from fp8serve.model.storage.opening import open_member
 from fp8serve.train.event_log import EVENTS
 
@@ -35,8 +35,8 @@ def of_run(directory: Path) -> list[Metrics]:
         found = [event for event in events if event["type"] == "metrics"]
         rows = [{name: value for name, value in event.items() if name not in NOT_MEASURED} for event in found]
         return as_it_stands(rows)
-    except (OSError, ValueError, KeyError, TypeError) as problem:
-        raise JobError(f"{path} cannot be read as the log of a run: {problem}.") from None
+    except (JobError, OSError, ValueError, KeyError, TypeError) as problem:
+        raise JobError(f"{path} cannot be read as the log of a run: {one_line(problem)}.") from None
 
 
 def as_it_stands(rows: Iterable[Metrics]) -> list[Metrics]:

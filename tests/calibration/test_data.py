@@ -191,7 +191,7 @@ def test_unusable_data_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("name", "least"), [("seq_len", 2), ("samples", 1), ("batch_size", 1)])
 def test_settings_that_read_nothing_are_refused(name: str, least: int) -> None:
-    with pytest.raises(DataError, match=f"{name} must be greater than or equal to {least}, not {least - 1}"):
+    with pytest.raises(DataError, match=f"{name} must be at least {least}, not {least - 1}"):
         SampleOptions.of({name: least - 1})
 
 

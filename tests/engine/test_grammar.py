@@ -129,7 +129,7 @@ def test_logprobs_are_still_the_models_own(engine: Engine) -> None:
         ({"regex": "a", "bad_words": ("b",)}, "bad_words cannot be used with"),
         ({"regex": "("}, "The regex cannot be used"),
         ({"regex": "a" * 70_000}, "at most 65536 characters"),
-        ({"regex": 5}, "regex must be a valid string"),
+        ({"regex": 5}, "regex must be text"),
         ({"regex": "a", "ignore_eos": True}, "cannot be used with"),
     ],
 )

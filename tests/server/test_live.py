@@ -55,10 +55,12 @@ def client(server: Process) -> Iterator[openai.OpenAI]:
         yield made
 
 
-def test_the_first_line_says_which_kernel_serves_each_op(server: Process) -> None:
-    first = server.log.read_text().splitlines()[0]
-    assert "kernels on cpu" in first
-    assert "scaled_mm: " in first
+def test_the_log_begins_with_what_is_loaded_and_where_it_is_served(server: Process) -> None:
+    lines = server.log.read_text().splitlines()
+    assert "loading tiny (0.0 GiB) on cpu" in lines[0]
+    assert any(f"ready at {server.url}: serving tiny (" in line for line in lines)
+    assert max(map(len, lines)) < 300
+    assert "scaled_mm" in server.client.get("/info").json()["engine"]["kernels"]
 
 
 def test_completions(client: openai.OpenAI) -> None:

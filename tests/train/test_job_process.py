@@ -101,7 +101,7 @@ def test_a_job_leaves_events_and_a_result(job: Path) -> None:
     [
         ({"model": "/no/such/model"}, "does not exist"),
         ({"data": ["/no/such/data.jsonl"]}, "does not exist"),
-        ({"lr": -1}, "lr must be greater than or equal to"),
+        ({"lr": -1}, "lr must be at least"),
         ({"colour": 1}, "Unknown training option 'colour'"),
         ({"recipe": "int4"}, "no recipe 'int4'"),
         ({"seq_len": 4096}, "longer than the 128 tokens"),

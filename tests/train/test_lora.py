@@ -96,7 +96,7 @@ def test_another_base_is_another_job(lora: Configure, model_dir: Path) -> None:
     ("values", "said"),
     [
         ({"lora_rank": None, "dora": True}, "dora is an option of an adapter; give lora_rank, too"),
-        ({"lora_rank": 0}, "lora_rank must be greater than or equal to 1"),
+        ({"lora_rank": 0}, "lora_rank must be at least 1"),
         ({"master_weights": "optimizer"}, "master_weights is for training the model's own weights"),
         ({"amax_history_len": 16}, "amax_history_len is for training the model's own weights"),
         ({"recipe_options": {"margin": 1}}, "recipe_options is for training the model's own weights"),

@@ -1,6 +1,6 @@
 """Turns an exception in a handler into an answer: faults as they are, others translated first."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,15 +12,18 @@ from starlette.routing import Match
 
 from fp8serve import logs
 from fp8serve.errors import DataError, Fp8ServeError, MachineError
+from fp8serve.options import rule
 from fp8serve.server.faults import STORAGE_ERRORS, Code, Fault, disk_fault
 from fp8serve.server.http.scope import METHODS
 from fp8serve.server.http.streams import ClientGoneError
 
 CLIENT_CLOSED = 499
+MAX_DEPTH = 8  # components of a path that is compared with the routes
 
 
-def add_error_handlers(app: FastAPI) -> None:
-    """Every failure of a handler becomes an answer in the shape of its path."""
+def add_error_handlers(app: FastAPI, paths: Iterable[str]) -> None:
+    """Every failure of a handler becomes an answer in the shape of its path. paths: those of the routes."""
+    app.state.paths = frozenset(path for path in paths if "{" not in path and path != "/")
     app.add_exception_handler(Fault, _on_fault)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
@@ -64,7 +67,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
     status_code = error.status_code if isinstance(error, HTTPException) else 500
     if status_code == 404:
         return _render(
-            request, Fault(Code.ROUTE_NOT_FOUND, "There is no such route here.", hint="GET /docs lists them.")
+            request, Fault(Code.ROUTE_NOT_FOUND, "There is no such route here.", hint=_nearest_route(request))
         )
     if status_code == 405:
         fault = Fault(Code.METHOD_NOT_ALLOWED, "This route does not take that method.", hint="GET /docs lists them.")
@@ -72,6 +75,18 @@ async def _on_http(request: Request, error: Exception) -> Response:
         answer.headers["Allow"] = ", ".join(sorted(_methods(request)))
         return answer
     return _render(request, Fault(Code.INVALID_JSON, "The request body is not JSON that can be read."))
+
+
+def _nearest_route(request: Request) -> str:
+    """What to do for a path that is no route: most often a client has another base URL than it needs, /v1 is missing or
+    stands there twice, or it has the path of a proxy."""
+    parts = request.scope["path"].strip("/").split("/")[-MAX_DEPTH:]
+    endings = ["/" + "/".join(parts[start:]) for start in range(len(parts))]
+    for path in (f"{prefix}{ending}" for ending in endings for prefix in ("/v1", "")):
+        if path in request.app.state.paths:
+            base = ", and the base URL of its clients ends in /v1" if path.startswith("/v1/") else ""
+            return f"The route is {path}{base}."
+    return "GET /docs lists them."
 
 
 def _methods(request: Request) -> set[str]:
@@ -115,10 +130,7 @@ def fault_of(errors: Sequence[Any]) -> Fault:
     if kind == "unsupported_parameter":
         name = ".".join(filter(None, (place, first["ctx"]["name"])))
         return Fault(Code.UNSUPPORTED_PARAMETER, f"This server does not implement {name}; leave it out.", param=name)
-    message = str(first["msg"])
-    return Fault(
-        Code.INVALID_PARAMETER, f"{place or 'The request'}: {message[:1].lower()}{message[1:]}.", param=place or None
-    )
+    return Fault(Code.INVALID_PARAMETER, f"{rule(place or 'The request', first)}.", param=place or None)
 
 
 def _of_the_branch_meant(errors: Sequence[Any]) -> Any:

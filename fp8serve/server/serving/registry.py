@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fp8serve.engine.request import Task
+from fp8serve.errors import suggestion
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.serving.adapters import ServedAdapter
 from fp8serve.server.serving.served import Served
@@ -48,9 +49,10 @@ class Registry:
         """As `adapter`. Fault 404 where there is none."""
         if (found := self.adapter(name)) is not None:
             return found
-        known = ", ".join(name for model in self.models.values() for name in model.adapters) or "none"
-        message = "There is no adapter of that name here."
-        raise Fault(Code.MODEL_NOT_FOUND, message, param="lora_name", hint=f"Loaded are: {known}.")
+        known = [adapter for model in self.models.values() for adapter in model.adapters]
+        message = f"There is no adapter of that name here.{suggestion(name, known)}"
+        hint = f"Loaded are: {', '.join(known) or 'none'}."
+        raise Fault(Code.MODEL_NOT_FOUND, message, param="lora_name", hint=hint)
 
     def is_taken(self, name: str) -> bool:
         """Whether something has that name."""
@@ -70,10 +72,10 @@ class Registry:
         """As `named`. Fault 404 where there is none."""
         if (found := self.named(name)) is not None:
             return found
-        hint = (
-            f"This server answers to {', '.join(self.names())}; a fine-tuned model must be activated or loaded first."
-        )
-        raise Fault(Code.MODEL_NOT_FOUND, "There is no model of that name here.", param=param, hint=hint)
+        known = self.names()
+        message = f"There is no model of that name here.{suggestion(name, known)}"
+        hint = f"This server answers to {', '.join(known)}; a fine-tuned model must be activated or loaded first."
+        raise Fault(Code.MODEL_NOT_FOUND, message, param=param, hint=hint)
 
     def resolve(self, model: str | None, tasks: Sequence[Task] = ()) -> Served:
         """The weights a request for `model` gets. Fault 404 for an unknown name, 503 while there is no engine.

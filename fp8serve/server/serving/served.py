@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hashlib
+import logging
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from fp8serve.server.serving.admission import Admission
 from fp8serve.server.serving.heartbeat import HeartbeatMonitor
 
 SAMPLE_BYTES = 1 << 16
+log = logging.getLogger("fp8serve.server")
 PLAIN = AnswerFormat("none", "none")
 TOLD_NOTHING = AnswerFormat("auto", "auto")
 
@@ -111,6 +113,8 @@ Launch = Callable[[Source], Awaitable[tuple[EngineHandle, Tokenizer]]]
 async def launch(source: Source, log_format: LogFormat = "plain") -> tuple[EngineHandle, Tokenizer]:
     """Starts an engine process and reads the tokenizer. Raises Fp8ServeError when either is impossible."""
     await asyncio.to_thread(check_any_config, source.directory)  # the clearest error for a bad directory
+    size = sum(file.stat().st_size for file in source.directory.glob("*.safetensors") if file.is_file())
+    log.info("loading %s (%.1f GiB) on %s", source.model_id, size / 2**30, source.options.device)
     tokenizer = await asyncio.to_thread(Tokenizer.from_dir, source.directory)
     return await EngineClient.start(source.directory, source.options, log_format), tokenizer
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
+from fp8serve.errors import suggestion
 from fp8serve.server.api.dependencies import StateDep
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.server_state import ServerState
@@ -29,9 +30,11 @@ async def list_models(state: StateDep) -> dict[str, Any]:
 
 @router.get("/models/{model:path}", summary="One model")
 async def get_model(model: str, state: StateDep) -> dict[str, Any]:
-    if (found := (await _all(state)).get(model)) is None:
-        raise Fault(Code.MODEL_NOT_FOUND, "There is no model of that name here.", param="model")
-    return found
+    models = await _all(state)
+    if model not in models:
+        message = f"There is no model of that name here.{suggestion(model, models)}"
+        raise Fault(Code.MODEL_NOT_FOUND, message, param="model")
+    return models[model]
 
 
 async def _all(state: ServerState) -> dict[str, dict[str, Any]]:

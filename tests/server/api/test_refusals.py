@@ -1,0 +1,107 @@
+"""Refusals that a newcomer meets: a base URL without /v1, a mistyped name, a value of another type."""
+
+import importlib
+import pkgutil
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from fp8serve.errors import RequestError
+from fp8serve.server import schemas
+from fp8serve.server.http.error_handlers import fault_of
+from fp8serve.server.schemas.bodies import Body
+from fp8serve.server.settings import Settings
+from tests.server.conftest import Start
+
+CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "route"),
+    [
+        ("POST", "/chat/completions", "/v1/chat/completions"),
+        ("POST", "/completions", "/v1/completions"),
+        ("POST", "/embeddings/", "/v1/embeddings"),
+        ("POST", "/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("POST", "/api/v1/chat/completions", "/v1/chat/completions"),
+        ("POST", "/openai/chat/completions", "/v1/chat/completions"),
+        ("POST", "/messages", "/v1/messages"),
+        ("GET", "/api/health", "/health"),
+    ],
+)
+async def test_a_wrong_base_url_is_told_the_route(start: Start, method: str, path: str, route: str) -> None:
+    async with start() as server:
+        answer = await server.client.request(method, path, json=CHAT)
+        assert answer.status_code == 404
+        assert f"The route is {route}" in answer.text
+        assert ("ends in /v1" in answer.text) == route.startswith("/v1")
+
+
+@pytest.mark.parametrize("path", ["/", "/v1", "/nothing", "/v1/nothing/", "//", "/chat/completions/more", "/a" * 5000])
+async def test_other_paths_are_sent_to_the_docs(start: Start, path: str) -> None:
+    async with start() as server:
+        answer = await server.client.post(path, json=CHAT)
+        assert "The route is" not in answer.text
+
+
+async def test_a_mistyped_model_gets_a_suggestion(start: Start) -> None:
+    async with start(served_model_name="Llama-3.2-1B") as server:
+        for name in ("llama-3.2-1b", "Llama-3.2-1", "llama3.2-1B"):
+            for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "a"})):
+                answer = await server.client.post(path, json=body | {"model": name})
+                assert answer.status_code == 404
+                assert "Did you mean Llama-3.2-1B?" in answer.text
+            assert "Did you mean Llama-3.2-1B?" in (await server.client.get(f"/v1/models/{name}")).text
+        for name in ("gpt-4o", "x" * 100_000, ""):
+            answer = await server.client.post("/v1/chat/completions", json=CHAT | {"model": name})
+            assert "Did you mean" not in answer.text
+
+
+async def test_a_model_has_several_names(start: Start) -> None:
+    async with start(served_model_name=("llama", "gpt-4o", "org/name")) as server:
+        listed = (await server.client.get("/v1/models")).json()["data"]
+        assert [model["id"] for model in listed] == ["llama", "gpt-4o", "org/name"]
+        for name in ("llama", "gpt-4o", "org/name"):
+            answer = await server.client.post("/v1/chat/completions", json=CHAT | {"model": name})
+            assert (answer.status_code, answer.json()["model"]) == (200, name)
+
+
+def test_names_are_checked(tmp_path: Any) -> None:
+    assert Settings(model=tmp_path, served_model_name="a").model_name == "a"  # type: ignore[arg-type]
+    for names in (("a", "a"), ("a", "with space"), ("a", "ft:b")):
+        with pytest.raises(RequestError):
+            Settings(model=tmp_path, served_model_name=names)
+
+
+JUNK = [None, True, 1, -1, 1.5, 10**30, float("nan"), "", "x" * 100_000, [], [[]], [None], {}, {"type": "x"}, [{}], "1"]
+PYDANTICS = ("should", "valid string", "valid integer", "valid dictionary", "instance of", "after validation",
+             "discriminator", "Input", "input tag", "extract tag")  # fmt: skip
+
+
+def bodies() -> list[type[BaseModel]]:
+    for module in pkgutil.iter_modules(schemas.__path__):
+        importlib.import_module(f"{schemas.__name__}.{module.name}")
+    pending, found = [Body], list[type[BaseModel]]()
+    while pending:
+        pending += (kinds := pending.pop().__subclasses__())
+        found += kinds
+    return sorted(set(found), key=lambda kind: kind.__name__)
+
+
+@pytest.mark.parametrize("body", bodies(), ids=lambda kind: kind.__name__)
+def test_no_refusal_has_pydantics_words(body: type[BaseModel]) -> None:
+    """Every field with every kind of value, alone and in a list and in an object."""
+    refused = 0
+    for name, field in body.model_fields.items():
+        for value in [*JUNK, *([{"role": "user", "content": junk}] for junk in JUNK), *({"type": j} for j in JUNK)]:
+            try:
+                body.model_validate({field.alias or name: value})
+            except ValidationError as error:
+                errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+                for one in errors:
+                    fault = fault_of([one])
+                    refused += 1
+                    assert not [words for words in PYDANTICS if words in fault.message], fault.message
+                assert fault_of(errors).message.endswith(".")
+    assert refused or not body.model_fields
