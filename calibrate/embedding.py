@@ -37,7 +37,7 @@ from .options import CalibrationOptions
 from .page.encoder_pages import html_encoder_report
 from .precision import kept_reports, left_out
 from .progress import Progress, Stages
-from .refused import check_settings
+from .refused import check_room, check_settings
 from .result import LayerReport
 from .rounding import round_weights
 from .written import stored_states
@@ -63,6 +63,7 @@ def calibrate_encoder(
     """
     out = Path(out)
     asked = _checked(out, recipe, options)
+    check_room(Path(model_dir), out)
     job = _load(Path(model_dir), recipe, asked, Stages(progress))
     told = {"out": out, "recipe": recipe} | options
     job.made = made(command or call("calibration.embedding.calibrate_encoder", job.source, **told))

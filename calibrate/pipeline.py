@@ -49,7 +49,7 @@ from .precision import Target, kept_reports, left_out, restore
 from .progress import Progress, Stages
 from .recorded import recorded
 from .recorded import restore as restore_observer
-from .refused import check_model, check_settings
+from .refused import check_model, check_room, check_settings, quantized_note
 from .result import CalibrationReport, LayerReport, Quality
 from .rounding import round_weights
 from .unfinished import Unfinished, description
@@ -86,6 +86,8 @@ def calibrate(
     """
     out, source, asked = Path(out), Path(model_dir), CalibrationOptions.of(options)
     check_settings(out, recipe, asked, ranks.size)
+    if not asked.scales_only:
+        check_room(source, out)
     told = command or call("calibrate", source, out=out, recipe=recipe, **options)
     job = _load(source, recipe, asked, Stages(progress))
     about = description(source, recipe, job.asked, job.batches, versions())
@@ -120,7 +122,8 @@ def _load(source: Path, recipe: Recipe, asked: CalibrationOptions, stages: Stage
         asked = replace(asked, seq_len=seq_len)
         batches = _batches(asked, Tokenizer.from_dir(source), decoder.config.vocab_size)
         notes += shortfall(asked.samples, seq_len, batches.samples, batches.tokens)
-        notes += left_out_notes(source, open_checkpoint(source).left_out) + computed_by_note(decoder.config)
+        notes += quantized_note(source) + left_out_notes(source, open_checkpoint(source).left_out)
+        notes += computed_by_note(decoder.config)
         observer = observer_of(decoder, linears, recipe, kv_cache=asked.kv_cache, gradients=asked.gradients)
     return Job(source, recipe, asked, stages, decoder, linears, batches, observer, kept=list(kept), notes=notes)
 

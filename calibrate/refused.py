@@ -1,12 +1,14 @@
 """Options that a calibration refuses before a weight is read."""
 
+import math
 from pathlib import Path
 
 from fp8serve.errors import DataError, ModelError, RecipeError
 from fp8serve.fp8.recipe import Recipe, delayed, name_of, to_json, trains
 from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.formats.quantization_config import quantization_files
-from fp8serve.model.storage.files import check_absent
+from fp8serve.model.storage.files import check_absent, check_writable
+from fp8serve.model.stored import open_checkpoint
 
 from .device import check_device
 from .options import CalibrationOptions
@@ -36,6 +38,25 @@ def check_settings(
     _check_weights(recipe, asked)
     check_device(asked.device)
     return recipe
+
+
+def check_room(source: Path, out: Path) -> None:
+    """MachineError: the disk of `out` has less room than one byte for each weight of `source`."""
+    checkpoint = open_checkpoint(source)
+    check_writable(out, sum(math.prod(shape) for shape in checkpoint.shapes.values()))
+
+
+def quantized_note(source: Path) -> tuple[str, ...]:
+    """A sentence for the owner of a model that is quantized already; empty for other models.
+
+    Such a model is not refused: its inputs or its cache may have no scales yet.
+    """
+    if open_checkpoint(source).quantization is None:
+        return ()
+    return (
+        f"{source} is quantized already: high precision means the widened weights of this model, and what its first "
+        "quantization lost is not measured; calibrate the original model if you have it.",
+    )
 
 
 def check_model(config: ModelConfig, asked: CalibrationOptions) -> None:

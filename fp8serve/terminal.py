@@ -29,8 +29,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON o
 
 def check_report(file: Path | None) -> None:
     """Call it before the work whose result goes there. MachineError: the file cannot be written."""
+    from fp8serve.model.storage.files import check_writable
+
     if file is not None and not file.absolute().parent.is_dir():
         raise MachineError(f"{file} cannot be written: there is no directory {file.parent}.")
+    if file is not None:
+        check_writable(file)
 
 
 def write_report(file: Path | None, page: Callable[[], str]) -> None:

@@ -23,8 +23,25 @@ from fp8serve.terminal import AsJson, Model, print_json, print_table, printable,
 Tell = Callable[[str, int, int], None]  # (what, done, in all)
 Print = Callable[[Mapping[str, Any]], None]
 Chart = Callable[[Mapping[str, Any]], Mapping[str, str]]  # SVG by name
+
+
+def writable(out: Path | None) -> Path | None:
+    """The directory of an option, before the work whose figures go there. MachineError: it cannot be written."""
+    from fp8serve.model.storage.files import check_writable
+
+    if out is not None:
+        check_writable(out)
+    return out
+
+
 Out = Annotated[
-    Path | None, typer.Option(help="Directory for the figures as JSON, and the plots.", show_default="nowhere")
+    Path | None,
+    typer.Option(
+        help="Directory for the figures as JSON, and the plots.",
+        show_default="nowhere",
+        file_okay=False,
+        callback=writable,
+    ),
 ]
 
 

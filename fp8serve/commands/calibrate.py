@@ -28,6 +28,7 @@ from fp8serve.terminal import (
     ReportFile,
     check_report,
     print_report,
+    remark,
     stages,
     typed,
     write_report,
@@ -59,6 +60,8 @@ def command(
     if task_of(directory) != "generate":
         return _encoder(directory, out, recipe, {**options.values, "command": typed(context)}, report_file, json)
     with torchrun() as ranks, stages("Calibrating") if ranks.first else nullcontext() as progress:
+        if ranks.first:
+            _warn(directory)
         report = calibrate(
             directory,
             out=out,
@@ -86,7 +89,16 @@ def _encoder(
     from fp8serve.calibration.embedding_report import embedding_table
     from fp8serve.calibration.page.encoder_pages import html_encoder_report
 
+    _warn(directory)
     with stages("Calibrating") as progress:
         report = calibrate_encoder(directory, out=out, recipe=recipe, progress=progress, **options)
     write_report(report_file, lambda: html_encoder_report(report))
     print_report(report, embedding_table, json)
+
+
+def _warn(directory: Path) -> None:
+    """Before the work, what its owner may not know about the model."""
+    from fp8serve.calibration.refused import quantized_note
+
+    for note in quantized_note(directory):
+        remark(note)

@@ -11,6 +11,7 @@ layer, and measures how far the remaining change is from the trained one. Input 
 rounding to BF16 is lost.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,7 +36,7 @@ from fp8serve.model.rewriting import (
     stored_linears,
     stored_matrices,
 )
-from fp8serve.model.storage.files import check_absent
+from fp8serve.model.storage.files import check_absent, check_writable
 from fp8serve.model.stored import Checkpoint, open_checkpoint
 
 E4M3 = torch.float8_e4m3fn
@@ -106,6 +107,7 @@ def merge(base: Path | str, adapter: Path | str, out: Path | str, most_lost: flo
     """
     check_absent(Path(out))
     checkpoint = open_checkpoint(base)
+    check_writable(Path(out), sum(math.prod(shape) for shape in checkpoint.shapes.values()))
     found, losses = read_adapter(adapter, checkpoint.config), Losses()
     stored = stored_linears(checkpoint)
     weights = _Merged(checkpoint, {name: low for name, low in found.items() if name not in stored})

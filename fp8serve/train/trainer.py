@@ -38,6 +38,7 @@ from typing import Any, Literal
 import torch
 
 from fp8serve.errors import JobError
+from fp8serve.model.storage.files import check_writable
 from fp8serve.model.storage.lock import take_lock
 from fp8serve.ranks import ALONE, Ranks
 from fp8serve.train import checkpoint, events, fallback
@@ -126,6 +127,9 @@ class Trainer:
     def _taken(self) -> AbstractContextManager[Any]:
         """The lock of the directory, which rank 0 holds for all."""
         out = Path(self.config.out)
+        if out.exists() and not out.is_dir():
+            raise JobError(f"{out} exists and is not a directory; choose another output directory.")
+        check_writable(out)
         out.mkdir(parents=True, exist_ok=True)
         refusal = f"Another run is at work in {out}; wait for it, or use another output directory."
         return take_lock(out / "run.lock", refusal)

@@ -28,7 +28,7 @@ from fp8serve.model.gguf.reader import GgufFile
 from fp8serve.model.gguf.tensors import ENDS, LAYER, PERMUTED
 from fp8serve.model.gguf.vocabulary import check_same_tokens, vocabulary_keys
 from fp8serve.model.network.rotary import inverse_frequencies
-from fp8serve.model.storage.files import fsync
+from fp8serve.model.storage.files import check_writable, fsync
 from fp8serve.model.stored import Checkpoint, open_checkpoint
 
 WeightType = Literal["BF16", "F16", "Q8_0"]
@@ -50,6 +50,9 @@ def write_gguf(source: Path | str, out: Path | str, weight_type: WeightType = "B
     out, checkpoint = Path(out), open_checkpoint(source)
     if out.exists():
         raise ModelError(f"{out} exists; choose another output file or remove it first.")
+    if not out.absolute().parent.is_dir():
+        raise MachineError(f"{out} cannot be written: there is no directory {out.parent}.")
+    check_writable(out)
     arch = _arch(checkpoint)
     keys = _sizes(checkpoint.config, arch) | _scaling(checkpoint, arch) | vocabulary_keys(checkpoint)
     temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}")

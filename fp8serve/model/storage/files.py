@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -115,12 +116,36 @@ def _sort_metadata(path: Path) -> None:
         file.write(text.ljust(size))
 
 
+def check_writable(out: Path, num_bytes: int = 0) -> None:
+    """Call it before the work whose result goes to the file or directory `out`. Writes and removes an empty file.
+
+    MachineError: nothing can be written there, or the disk has less than `num_bytes` left.
+    """
+    out = Path(os.path.abspath(out))
+    folder = next(path for path in (out, *out.parents) if present(path))
+    if out.is_file():
+        folder = out.parent
+        if not os.access(out, os.W_OK):
+            raise MachineError(f"{out} cannot be written: permission denied.")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            free = shutil.disk_usage(folder).free
+    except OSError as e:
+        raise MachineError(f"{out} cannot be written: {folder}: {e.strerror or e}.") from None
+    if free < num_bytes:
+        needed, left = (f"{count / 2**30:.1f} GiB" for count in (num_bytes, free))
+        raise MachineError(
+            f"{out} takes at least {needed}, and its disk has {left} left; make room, or choose another."
+        )
+
+
 def check_absent(out: Path, error: type[Fp8ServeError] = TakenError) -> None:
-    """`error` when something is already at `out`; an empty directory is allowed."""
+    """`error` when something is already at `out`; an empty directory is allowed. MachineError as `check_writable`."""
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise error(f"{out} exists and is not a directory; choose another output directory.")
     if out.is_dir() and any(out.iterdir()):
         raise error(f"{out} exists and is not empty; choose another output directory or remove it first.")
+    check_writable(out)
 
 
 @contextmanager
