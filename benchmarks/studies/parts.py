@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.studies.arms import Arm, ArmsPlan, Training, write_model
-from fp8serve.commands.bench import measured, publish, show
+from fp8serve.commands.bench import measured, publish, show, writable
 from fp8serve.commands.from_options import Chosen, with_options
 from fp8serve.model.storage.files import whole_file
 from fp8serve.terminal import AsJson, print_table
@@ -98,7 +98,14 @@ def distances(losses: Mapping[int, Mapping[str, Losses]], name: str, kind: str) 
 
 @with_options()
 def command(
-    out: Annotated[Path, typer.Option(help="Directory for the figures; continues with the next run if it exists.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Directory for the figures; continues with the next run if it exists.",
+            file_okay=False,
+            callback=writable,
+        ),
+    ],
     options: Chosen[PartsPlan],
     json: AsJson = False,
 ) -> None:

@@ -26,7 +26,7 @@ from fp8serve.bench.options import Checked
 from fp8serve.calibration.data import PASSAGES, Sample, load_samples
 from fp8serve.calibration.options import SHIPPED, CalibrationOptions, Files, ScalingOptions
 from fp8serve.calibration.pipeline import calibrate
-from fp8serve.commands.bench import measured, publish, show
+from fp8serve.commands.bench import measured, publish, show, writable
 from fp8serve.commands.from_options import Chosen, with_options
 from fp8serve.errors import JobError, ModelError
 from fp8serve.model.checkpoint import load_servable
@@ -246,7 +246,12 @@ def _bytes(directory: Path) -> int:
 def command(
     model: ModelArgument,
     out: Annotated[
-        Path, typer.Option(help="Directory for the models, the figures and the picture; continues if it exists.")
+        Path,
+        typer.Option(
+            help="Directory for the models, the figures and the picture; continues if it exists.",
+            file_okay=False,
+            callback=writable,
+        ),
     ],
     options: Chosen[QualityOptions],
     json: AsJson = False,

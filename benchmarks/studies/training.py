@@ -25,7 +25,7 @@ from annotated_types import Ge, Gt, Le, Len
 
 from benchmarks.studies.corpus import corpus, digest
 from fp8serve.bench.options import Checked, Shape
-from fp8serve.commands.bench import measured, publish, show
+from fp8serve.commands.bench import measured, publish, show, writable
 from fp8serve.commands.from_options import Chosen, with_options
 from fp8serve.errors import JobError
 from fp8serve.fp8.recipe import NAMES
@@ -302,7 +302,12 @@ LOSSES = {"final": "final loss", "running": "running loss", "valid": "held-out l
 @with_options()
 def command(
     out: Annotated[
-        Path, typer.Option(help="Directory for the runs, the figures and the plot; continues if it exists.")
+        Path,
+        typer.Option(
+            help="Directory for the runs, the figures and the plot; continues if it exists.",
+            file_okay=False,
+            callback=writable,
+        ),
     ],
     options: Chosen[StudyPlan],
     shape: Chosen[Shape],

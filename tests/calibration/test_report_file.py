@@ -82,5 +82,5 @@ def test_a_place_that_is_not_there_is_said_before_the_work(
 
 def test_a_damaged_report_is_refused(tmp_path: Path) -> None:
     (tmp_path / "calibration.json").write_text('{"model": 1}')
-    with pytest.raises(DataError, match="This is not a calibration report: model: "):
+    with pytest.raises(DataError, match="This is not a calibration report: model must be text"):
         read_report(tmp_path)
