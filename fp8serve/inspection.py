@@ -8,7 +8,7 @@ architecture, a missing shard), its tensors are shown by their names alone.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,10 +16,11 @@ from torch import Tensor
 
 from fp8serve.errors import ModelError, ScalesError
 from fp8serve.model.agreement import contradictions
+from fp8serve.model.checkpoint import check_servable
 from fp8serve.model.config.either import ComputedBy, computed_by
 from fp8serve.model.config.wrappers import left_out_notes
 from fp8serve.model.formats import interop, transformer_engine
-from fp8serve.model.formats.scales import FILE_NAME, FORMAT, ScalingCheckpoint, check_belongs, problems, read_scales
+from fp8serve.model.formats.scales import FILE_NAME, FORMAT, ScalingCheckpoint, problems, read_scales
 from fp8serve.model.readers import reader_notes
 from fp8serve.model.storage.shards import Shards, read_header
 from fp8serve.model.stored import Checkpoint, matrices_note, open_checkpoint
@@ -85,10 +86,10 @@ def _of_model(path: Path, state: ScalingCheckpoint | None) -> dict[str, Any]:
     except ModelError as error:
         found = _from_names(_present(path)) + ([] if state is None else _from_scales(state, FILE_NAME))
         return _report(path, "a model that cannot be loaded here", found, problem=str(error).removesuffix("."))
-    found, problem = _from_checkpoint(checkpoint), None
+    found = _from_checkpoint(checkpoint)
     if state is not None:
         found += _from_scales(state, FILE_NAME, dict(contradictions(checkpoint, state)))
-        problem = _stranger(checkpoint, state)
+    problem = _refusal(checkpoint)
     notes = [*left_out_notes(path, checkpoint.left_out), *matrices_note(checkpoint), *reader_notes(checkpoint)]
     return _report(path, _describe(checkpoint), found, notes, problem, computed_by(checkpoint.any_config))
 
@@ -120,12 +121,12 @@ def _natural(key: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in key.split(".")]
 
 
-def _stranger(checkpoint: Checkpoint, state: ScalingCheckpoint) -> str | None:
-    """Why the sidecar as a whole does not belong to the files beside it."""
+def _refusal(checkpoint: Checkpoint) -> str | None:
+    """Why loading the model fails."""
     try:
-        check_belongs(state, checkpoint.path, FILE_NAME)
-    except ScalesError:
-        return f"{FILE_NAME} belongs to another model than the weights beside it"
+        check_servable(checkpoint)
+    except (ModelError, ScalesError) as error:
+        return str(error).removesuffix(".")
     return None
 
 
@@ -143,7 +144,7 @@ def _report(
 
 
 def _describe(checkpoint: Checkpoint) -> str:
-    count, config = len(checkpoint.fp8_linears), checkpoint.config
+    count, config = len(checkpoint.fp8_linears), checkpoint.any_config
     if checkpoint.quantization is None:
         return f"{config.architecture} with weights in high precision"
     in_fp8 = ", ".join([f"{count} FP8 linear layers", *(f"{name} in FP8" for name in checkpoint.fp8_matrices)])
@@ -151,18 +152,25 @@ def _describe(checkpoint: Checkpoint) -> str:
 
 
 def _from_checkpoint(checkpoint: Checkpoint) -> list[Scale]:
-    attention = [f"model.layers.{i}.self_attn" for i in range(checkpoint.config.num_layers)]
+    attention = [f"model.layers.{i}.self_attn" for i in range(checkpoint.any_config.num_layers)]
     in_fp8 = (*checkpoint.fp8_linears, *checkpoint.fp8_matrices)
     places = [(owner, role) for owner in in_fp8 for role in ("input", "weight")]
     places += [(owner, role) for owner in attention for role in ("k", "v", "kv")]
-    named = [(f"{owner}.{role}", checkpoint.scale_key(owner, role)) for owner, role in places]  # type: ignore[arg-type]
-    return [_stored(checkpoint, tensor, key) for tensor, key in named if key is not None]
+    found = [_stored(checkpoint, owner, role) for owner, role in places]  # type: ignore[arg-type]
+    return [scale for scale in found if scale is not None]
 
 
-def _stored(checkpoint: Checkpoint, tensor: str, key: str) -> Scale:
-    producer = checkpoint.quantization.producer if checkpoint.quantization else "?"
-    file = checkpoint.shards.entries[key].file.name
-    return _scale(tensor, key, "dequantizes", checkpoint.shards[key], f"{file} ({producer})")
+def _stored(checkpoint: Checkpoint, owner: str, role: interop.Role) -> Scale | None:
+    key, quantization = checkpoint.scale_key(owner, role), checkpoint.quantization
+    if key is None:
+        return None
+    producer = "?" if quantization is None else quantization.producer
+    origin = f"{checkpoint.shards.entries[key].file.name} ({producer})"
+    scheme = None if quantization is None or role != "input" else quantization.find_scheme(owner)
+    scale = _scale(f"{owner}.{role}", key, "dequantizes", checkpoint.shards[key], origin)
+    if scheme is None or scheme.input_spec.source == "stored":
+        return scale
+    return replace(scale, origin=f"{origin}, not read: inputs are scaled dynamically", problem=None)
 
 
 def _from_scales(scales: ScalingCheckpoint, file: str, more: Mapping[str, str] | None = None) -> list[Scale]:

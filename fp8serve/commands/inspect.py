@@ -1,8 +1,8 @@
 """Show every scale in a checkpoint, or the differences between two.
 
 For each scale: what it scales, in which direction, its shape and values, where it came from, and its amax history as a
-row of bars. A scale that cannot be served is marked with "!" and the reason, and the exit status is 1. The status is
-also 1 for a model that cannot be loaded; its scales are still shown.
+row of bars. A scale that cannot be served is marked with "!" and the reason. The exit status is 1 for a model that
+cannot be loaded as it is stored, or whose cache scales cannot be used; its scales are still shown. No weight is read.
 
 With a second checkpoint: the configuration keys, weights and scales that differ, largest changes first, and those that
 only one checkpoint has. Scales more than a factor of 2 apart are marked with "!".

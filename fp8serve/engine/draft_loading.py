@@ -19,9 +19,7 @@ from fp8serve.errors import ModelError, shown
 from fp8serve.model.building import Model
 from fp8serve.model.checkpoint import load_servable, open_checkpoint
 from fp8serve.model.config.decoder import ModelConfig, read_config
-from fp8serve.model.formats.scales import FILE_NAME
 from fp8serve.model.network.experts import mixtures
-from fp8serve.model.storage.files import present
 from fp8serve.model.text.tokenizer import Tokenizer
 
 log = logging.getLogger("fp8serve.engine")
@@ -50,8 +48,7 @@ class LoadedDraft:
 
 def load_draft(directory: Path, model: Model, options: EngineOptions) -> LoadedDraft:
     """The draft model of `model`, which has just been loaded."""
-    checkpoint = open_checkpoint(directory)
-    has_scales = bool(checkpoint.fp8_linears) or present(directory / FILE_NAME) or checkpoint.runs_in_high_precision
+    has_scales = open_checkpoint(directory).has_scales
     draft = load_servable(directory, "stored" if has_scales else "bf16", None, options.device, head=options.head_dtype)
     found = LoadedDraft(directory.resolve().name, draft, _cost(draft, model))
     if found.cost + ROW >= 1:

@@ -54,6 +54,7 @@ __all__ = [
     "ScalingCheckpoint",
     "StoredLinear",
     "TensorScale",
+    "check_servable",
     "fill",
     "fingerprint",
     "kv_scales",
@@ -128,6 +129,18 @@ def _complete(model: Model) -> Model:
         check_against_class(model)
         reset_token_counts(model)
     return model
+
+
+def check_servable(checkpoint: Checkpoint) -> None:
+    """ModelError, ScalesError: what loading the directory as it is stored, or the scales of its cache, would raise.
+
+    Asks what loading asks, and reads no weight: numbers in the weights, and a class that answers differently from ours
+    (`check_against_class`), are found when it is loaded.
+    """
+    checkpoint.check_scales()
+    _frozen_by(checkpoint, "stored" if checkpoint.has_scales else "bf16", None)
+    if not isinstance(checkpoint.any_config, EncoderConfig):
+        kv_scales(checkpoint.path)
 
 
 def load_encoder(

@@ -24,9 +24,11 @@ from fp8serve.model.config.wrappers import read_text_config, text_shards
 from fp8serve.model.formats import interop
 from fp8serve.model.formats.interop import Quantization, ScaleKey
 from fp8serve.model.formats.microscaling import Widened, widened
+from fp8serve.model.formats.scales import FILE_NAME
 from fp8serve.model.formats.torchao import plain_names
 from fp8serve.model.formats.unstacked import unstacked
 from fp8serve.model.network.encoder import Encoder
+from fp8serve.model.storage.files import present
 from fp8serve.model.storage.shards import Shards
 from fp8serve.model.transformers_backend.names import by_module
 
@@ -183,6 +185,18 @@ class Checkpoint(Mapping[str, Tensor]):
         or its weights are in MX blocks."""
         quantization, no_layers = self.quantization, bool(self.fp8_matrices) and not self.fp8_linears
         return quantization is not None and (not quantization.groups or no_layers or isinstance(self.shards, Widened))
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether it is served as stored: in FP8, or by its file of scales, or in high precision."""
+        return bool(self.fp8_linears) or self.runs_in_high_precision or present(self.path / FILE_NAME)
+
+    def check_scales(self) -> None:
+        """ModelError: the scales of a tensor that is stored in FP8 cannot be used. Reads all scales and no weight."""
+        for name in (*self.fp8_linears, *self.fp8_matrices):
+            self.stored(name)
+        if isinstance(self.shards, Widened):
+            self.shards.check_exponents()
 
     def scale_key(self, owner: str, role: interop.Role) -> str | None:
         """The tensor in the file that holds this scale."""

@@ -21,8 +21,6 @@ from fp8serve.model.building import Model
 from fp8serve.model.checkpoint import load_servable, open_checkpoint
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.formats.peft import PeftConfig
-from fp8serve.model.formats.scales import FILE_NAME
-from fp8serve.model.storage.files import present
 from fp8serve.train.config import TrainConfig
 
 PARTS = ("lora_A", "lora_B", "lora_magnitude_vector")
@@ -58,8 +56,7 @@ def base_recipe(config: TrainConfig) -> Literal["stored", "bf16"] | Recipe:
     """How the base computes: "delayed" uses its stored scales. ModelError if it has none."""
     if config.recipe != "delayed":
         return config.fp8_recipe or "bf16"
-    checkpoint = open_checkpoint(config.model)
-    if not (checkpoint.fp8_linears or checkpoint.runs_in_high_precision or present(checkpoint.path / FILE_NAME)):
+    if not open_checkpoint(config.model).has_scales:
         raise ModelError(
             f"{config.model} stores no scales; calibrate it, or choose --recipe current, rowwise, block or bf16."
         )

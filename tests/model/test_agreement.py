@@ -85,7 +85,7 @@ def test_a_weights_file_that_was_changed_after_calibration(model: Path) -> None:
 def test_inspect_knows_scales_of_another_model(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit(model / "model.safetensors", lambda t: t[f"{LINEAR}.weight"].view(torch.uint8)[:2].zero_())
     assert main(["inspect", str(model)]) == 1
-    assert "scales.safetensors belongs to another model than the weights beside it" in capsys.readouterr().err
+    assert "scales.safetensors belongs to another model than " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("role", ["input", "weight"])

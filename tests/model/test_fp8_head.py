@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from fp8serve.cli import main
 from fp8serve.errors import ModelError
 from fp8serve.model.checkpoint import load_servable, load_trainable, open_checkpoint
 from fp8serve.model.merging import merge
+from fp8serve.model.network.decoder import Decoder
 from fp8serve.model.rewriting import rewrite
 from fp8serve.model.verify import verify
 from tests.model import checkpoints as made
 from tests.model.checkpoints import Draft
 from tests.model.oracle import IDS, all_logits, write_tokenizer
+from tests.model.test_interop import quantization
 from tests.tiny import SENTENCES
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -89,7 +92,8 @@ def test_convert_keeps_every_code_and_scale(name: str, format_: str, tmp_path: P
         assert torch.equal(one.weight_q.view(torch.uint8), other.weight_q.view(torch.uint8))
         assert torch.equal(one.weight_scale_inv, other.weight_scale_inv)
         assert one.input_scale == other.input_scale
-    assert torch.equal(*(all_logits(load_servable(folder), IDS) for folder in (source, tmp_path / "out")))
+    logits = [all_logits(cast(Decoder, load_servable(folder)), IDS) for folder in (source, tmp_path / "out")]
+    assert torch.equal(*logits)
     assert [f for f in verify(tmp_path / "out") if f.severity == "error"] == []
 
 
@@ -114,24 +118,25 @@ def test_the_embedding_is_read_exactly(tmp_path: Path) -> None:
     model = load_trainable(draft.write(tmp_path / "m"))
     for name in BOTH:
         weight = draft.tensors[f"{name}.weight"].float() * draft.tensors[f"{name}.weight_scale"]
-        assert torch.equal(model.get_submodule(name).weight, weight)  # type: ignore[arg-type]
+        assert torch.equal(model.get_parameter(f"{name}.weight"), weight)
 
 
 @pytest.mark.parametrize("names", [(HEAD,), (EMBEDDING,), BOTH])
 def test_transformers_reads_what_is_written(names: tuple[str, ...], tmp_path: Path) -> None:
     source = with_fp8(made.rows, "row", "weight_scale", *names).write(tmp_path / "source")
     rewrite(source, tmp_path / "out", "compressed-tensors")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    auto: Any = transformers.AutoModelForCausalLM
+    theirs = auto.from_pretrained(tmp_path / "out", dtype=torch.float32)
     ours = load_trainable(source)
     for name in names:
         module = theirs.get_submodule(name)
-        assert torch.equal(module.weight.float() * module.weight_scale, ours.get_submodule(name).weight)
+        assert torch.equal(module.weight.float() * module.weight_scale, ours.get_parameter(f"{name}.weight"))
     theirs(torch.tensor([IDS]))
 
 
 def test_an_embedding_alone_in_fp8_is_served_in_high_precision(tmp_path: Path) -> None:
     draft = made.plain()
-    draft.config["quantization_config"] = made.quantization("fp8-dynamic")
+    draft.config["quantization_config"] = quantization("fp8-dynamic")
     folder = with_fp8(lambda: draft, "row", "weight_scale", EMBEDDING).write(tmp_path / "m")
     assert open_checkpoint(folder).runs_in_high_precision
     load_servable(folder)

@@ -23,6 +23,9 @@ BLOCK = 32
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SCALES = (".weight_scale", ".weight_scale_inv", ".scale")
 _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
+_BIAS = 127
+# The largest exponent of a block whose largest number, 448 or 6, is finite in BF16.
+_LARGEST = {torch.float8_e4m3fn: 119, torch.uint8: 125}
 
 
 class Widened(Shards):
@@ -37,6 +40,13 @@ class Widened(Shards):
     def __getitem__(self, name: str) -> Tensor:
         make = self.made.get(name)
         return self.stored[name] if make is None else make()
+
+    def check_exponents(self) -> None:
+        """ModelError: a block of numbers is NaN, or too large for BF16. Reads the exponents alone."""
+        for key, scale in pairs(self.stored.entries).items():
+            largest = _LARGEST[self.stored.entries[key].dtype]
+            if bool((self.stored[scale].view(torch.uint8) > _BIAS + largest).any()):
+                raise _not_finite(scale)
 
 
 def widened(shards: Shards) -> Shards:
@@ -107,7 +117,11 @@ def _maker(shards: Shards, key: str, scale: str) -> Callable[[], Tensor]:
     def make() -> Tensor:
         weight = dequantize(shards[key], shards[scale])
         if not bool(weight.isfinite().all()):
-            raise ModelError(f"{scale} holds NaN or an exponent too large for BF16; quantize the model again.")
+            raise _not_finite(scale)
         return weight
 
     return make
+
+
+def _not_finite(scale: str) -> ModelError:
+    return ModelError(f"{scale} holds NaN or an exponent too large for BF16; quantize the model again.")

@@ -1,12 +1,14 @@
 """Finds what a class of transformers asks of attention, by one pass on "meta", which computes only shapes.
 
 Windows are read from the class's masks: transformers builds every mask with a function of two positions, which is
-compared with "causal" and with "causal, with a window". A class with other masks, or one that attends without
-transformers' interface, is refused, because its answers would be wrong.
+compared with "causal" and with "causal, with a window". A class with other masks, one that attends without
+transformers' interface, or one with a term between its last layer and its logits is refused, because its answers would
+be wrong.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -110,7 +112,7 @@ def trial(model: Any) -> list[Call]:
         return q[0].transpose(0, 1)
 
     try:
-        with torch.no_grad(), answering(answer):
+        with torch.no_grad(), answering(answer), _ending_in_its_head(model, name):
             tokens = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
             # with a mask that hides nothing, or the class looks for several sequences among the positions
             model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
@@ -120,6 +122,51 @@ def trial(model: Any) -> list[Call]:
         text = " ".join(str(problem).split())[:300].removesuffix(".")
         raise ModelError(f"{name} does not run by transformers' attention interface: {text}.") from problem
     return calls
+
+
+@contextmanager
+def _ending_in_its_head(model: Any, name: str) -> Iterator[None]:
+    """ModelError where a pass inside does anything but the head's product between the last layer and the logits.
+
+    The pass gets numbers on the CPU for the hidden states and for the head's product, and must not change them.
+    """
+    base, head = getattr(model, model.base_model_prefix), model.get_output_embeddings()
+    random = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, TOKENS, head.in_features, generator=random)
+    product = 100 * torch.randn(1, TOKENS, head.out_features, generator=random)
+    before = ModelError(f"{name} changes the hidden states before its head, which only a family computes.")
+    behind = ModelError(f"{name} changes the logits behind its last layer, which only a family computes.")
+    expected: list[ModelError] = []  # of a failure at this point of the pass
+
+    def leave_base(module: nn.Module, args: Any, out: Any) -> None:
+        expected.append(before)
+        out.last_hidden_state = hidden
+
+    def enter_head(module: nn.Module, args: Any) -> Any:
+        if expected and not torch.equal(args[0], hidden):  # a class may call the parts of its base by themselves
+            raise before
+        expected.append(behind)
+        return (args[0].to("meta"),)
+
+    def check_logits(module: nn.Module, args: Any, out: Any) -> None:
+        if not torch.equal(out.logits, product):
+            raise behind
+
+    hooks = [
+        base.register_forward_hook(leave_base),
+        head.register_forward_pre_hook(enter_head),
+        head.register_forward_hook(lambda module, args, out: product),
+        model.register_forward_hook(check_logits),
+    ]
+    try:
+        yield
+    except Exception as problem:
+        if not expected or isinstance(problem, ModelError):
+            raise
+        raise expected[-1] from problem  # numbers on the CPU met parameters without any
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _check_call(
