@@ -21,6 +21,7 @@ from fp8serve.engine.engine import Engine
 from fp8serve.engine.output import TokenLogprob
 from fp8serve.errors import ModelError
 from fp8serve.hub import find_model
+from fp8serve.model.text.tokenizer import lacks_tokenizer
 
 LONGEST_ANSWER = 256  # tokens, where a task does not say
 
@@ -37,7 +38,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc,unused-ignore]
         super().__init__()
         self.engine = Engine(find_model(model), device=_device(device), **options)
         if self.engine.tokenizer is None:
-            raise ModelError(f"{model} has no tokenizer, and tasks are text; put its tokenizer.json there.")
+            raise ModelError(lacks_tokenizer(self.engine.loaded.model_dir))
         self.text = self.engine.tokenizer
         self.longest = self.engine.limits.max_model_len - 1  # the engine adds a token to every prompt
 

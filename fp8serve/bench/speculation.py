@@ -16,6 +16,7 @@ from fp8serve.engine.engine import Engine
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import RequestError
+from fp8serve.model.text.tokenizer import lacks_tokenizer
 
 PASSAGE = """\
 The lighthouse on the rock of Arran was built in 1872 by two brothers, Thomas and William Reid. It stands forty metres \
@@ -70,7 +71,7 @@ def prompts(engine: Engine) -> dict[str, tuple[int, ...]]:
     """The prompts by name; for a chat model in its template."""
     tokenizer = engine.tokenizer
     if tokenizer is None:
-        raise RequestError("The model directory has no tokenizer, and what is measured are texts.")
+        raise RequestError(lacks_tokenizer(engine.loaded.model_dir))
     if tokenizer.has_chat_template:
         asked = {name: tokenizer.encode_chat([{"role": "user", "content": text}]) for name, text in ASKED.items()}
     else:

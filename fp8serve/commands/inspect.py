@@ -72,11 +72,12 @@ def _show(path: Path, report_file: Path | None, json: bool) -> None:
     report = inspect(path)
     print_json(report) if json else _print(report)
     wrong = [s for s in report["scales"] if s["problem"]]
-    if wrong:
-        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        raise ScalesError(f"{path} cannot be served: {wrong[0]['tensor']}{more} {wrong[0]['problem']}.")
     if report["problem"]:
         raise ScalesError(f"{path} cannot be served: {report['problem']}.")
+    if wrong:
+        others = _count(len(wrong) - 1, "other scale")
+        more = f", and {others} cannot be served either" if len(wrong) > 1 else ""
+        raise ScalesError(f"{path} cannot be served: {wrong[0]['tensor']} {wrong[0]['problem']}{more}.")
 
 
 def _draw(path: Path, report_file: Path | None) -> None:

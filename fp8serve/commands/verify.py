@@ -41,6 +41,8 @@ def command(
         print_json({"path": str(found_at), "good": not errors, "findings": [asdict(finding) for finding in findings]})
     else:
         _print(found_at, findings)
+    if any(finding.check == "format" for finding in findings):
+        raise ScalesError(f"{path} cannot be judged.")
     if errors:
         raise ScalesError(f"{path} has {errors} {'fault' if errors == 1 else 'faults'} that would give wrong answers.")
 

@@ -39,6 +39,7 @@ from fp8serve.engine.weights import replace_weights
 from fp8serve.errors import MachineError, RequestError
 from fp8serve.model.building import Model
 from fp8serve.model.formats.scales import save_scales
+from fp8serve.model.text.tokenizer import lacks_tokenizer
 from fp8serve.options import known_fields
 
 STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -313,7 +314,7 @@ class Engine:
     def _request(self, prompt: str | Items[int], sampling: dict[str, Any], adapter: str | None) -> Request:
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise RequestError("The model directory has no tokenizer: give the prompt as a list of token ids.")
+                raise RequestError(lacks_tokenizer(self.loaded.model_dir))
             prompt = self.tokenizer.encode(prompt)
         return Request(
             f"generate-{next(self._ids)}",

@@ -34,7 +34,14 @@ from fp8serve.model.config.families import FAMILIES
 from fp8serve.model.config.mixture import keeps_fp32
 from fp8serve.model.export import CARRIED, write_calibrated, write_hf_directory
 from fp8serve.model.formats.scales import ScalingCheckpoint, TensorScale
-from fp8serve.model.storage.files import MAX_CARRIED_BYTES, check_absent, read_file, write_json
+from fp8serve.model.storage.files import (
+    MAX_CARRIED_BYTES,
+    as_json,
+    check_absent,
+    read_file,
+    with_floats,
+    write_json,
+)
 from fp8serve.model.storage.opening import regular_file
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, checkpoint_wrapper
@@ -102,7 +109,7 @@ def _config(model: nn.Module) -> dict[str, Any]:
     architecture, family = _architecture(type(model)), FAMILIES.get(str(getattr(config, "model_type", None)))
     if family is not None and architecture != family.architecture:
         raise ModelError(f"{architecture} cannot be exported; give the causal language model, {family.architecture}.")
-    raw = json.loads(config.to_json_string()) | {"architectures": [architecture]}
+    raw = json.loads(config.to_json_string(), object_pairs_hook=with_floats) | {"architectures": [architecture]}
     dropped = ("quantization_config", "dtype", "torch_dtype")
     half = next(model.parameters()).dtype is torch.float16
     raw = {key: value for key, value in raw.items() if key not in dropped}
@@ -141,7 +148,7 @@ def _write_small_files(folder: Path, model: nn.Module, config: Mapping[str, Any]
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         (folder / "generation_config.json").write_text(generation.to_json_string(), encoding="utf-8")
-    write_json(folder / "config.json", config)
+    write_json(folder / "config.json", as_json(config))
 
 
 def _copy_tokenizer(folder: Path, source: Any) -> None:

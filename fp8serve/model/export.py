@@ -37,6 +37,7 @@ from fp8serve.model.formats.scales import FILE_NAME, ScalingCheckpoint, check_co
 from fp8serve.model.network.experts import router_names
 from fp8serve.model.storage.files import (
     MAX_CARRIED_BYTES,
+    as_json,
     check_absent,
     read_file,
     read_json,
@@ -294,7 +295,7 @@ def _weight(weights: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) ->
 def _write_common(
     folder: Path, config: dict[str, Any], items: list[_Item], carry_from: Path | str | None, max_shard_bytes: int
 ) -> None:
-    write_json(folder / "config.json", config)
+    write_json(folder / "config.json", as_json(config))
     if carry_from is not None:
         _carry(Path(carry_from), folder)
     _write_weights(folder, items, max_shard_bytes)

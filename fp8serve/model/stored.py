@@ -90,10 +90,8 @@ class Checkpoint(Mapping[str, Tensor]):
         self._scales: dict[ScaleKey, str] = {}
         for key in shards:
             self._place(key)
-        missing = [name for name in self.shapes if name not in shards]
-        if missing:
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise ModelError(f"{path} lacks the tensor {missing[0]}{more}; the checkpoint is incomplete.")
+        if missing := [name for name in self.shapes if name not in shards]:
+            raise self._incomplete(missing)
         self._check_head()
         in_fp8 = dict.fromkeys(n.removesuffix(".weight") for n in self.shapes if self._is_fp8(n))
         linears = frozenset(self.linears)
@@ -118,6 +116,16 @@ class Checkpoint(Mapping[str, Tensor]):
             self._scales[scale] = key
         elif not self._is_left_over(key):
             raise ModelError(f"{self.path} holds the tensor {key}, which {self.any_config.architecture} does not have.")
+
+    def _incomplete(self, missing: list[str]) -> ModelError:
+        """An embedding model is published without the matrix that makes logits, and with a modules.json."""
+        if missing == [*self._head[:1]]:
+            return ModelError(
+                f"{self.path} lacks the output layer {missing[0]}: the checkpoint is incomplete or, if it is an "
+                "embedding model, lacks the modules.json of sentence-transformers."
+            )
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        return ModelError(f"{self.path} lacks the tensor {missing[0]}{more}; the checkpoint is incomplete.")
 
     def _is_left_over(self, key: str) -> bool:
         config = self.any_config

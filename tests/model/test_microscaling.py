@@ -55,7 +55,8 @@ def write_mx(out: Path, bits: int, quantization: dict[str, Any], scale: str, as_
     for name in [n for n in tensors if n.endswith("_proj.weight")]:
         codes, scales, expected[name] = quantized(tensors.pop(name).float(), bits)
         owner = name.removesuffix(".weight")
-        tensors[f"{owner}.weight_packed" if bits == 4 else name] = codes
+        packed = bits == 4 and quantization["quant_method"] != "modelopt"
+        tensors[f"{owner}.weight_packed" if packed else name] = codes
         tensors[f"{owner}.{scale}"] = scales.view(torch.float8_e8m0fnu) if as_e8m0 else scales
     save_file(tensors, out / "model.safetensors")
     edit(out, quantization_config=quantization)
@@ -70,6 +71,7 @@ def compressed(preset: str, form: str) -> dict[str, Any]:
 FORMS: dict[str, tuple[int, dict[str, Any], str, bool]] = {
     "compressed-tensors MXFP8": (8, compressed("MXFP8", "mxfp8-quantized"), "weight_scale", False),
     "compressed-tensors MXFP4": (4, compressed("MXFP4A16", "mxfp4-pack-quantized"), "weight_scale", False),
+    "modelopt MXFP4": (4, {"quant_method": "modelopt", "quant_algo": "MXFP4"}, "weight_scale", False),
     "modelopt": (8, {"quant_method": "modelopt", "quant_algo": "MXFP8"}, "weight_scale", False),
     "fp8 in blocks of 32": (
         8,

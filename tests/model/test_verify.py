@@ -335,7 +335,7 @@ POISONS: dict[str, tuple[Callable[[], Draft], Poison, tuple[str, str]]] = {
     "experts without input scales": (static_experts, drop(f"{EXPERTS}_activation_scale"), ("missing", EXPERTS)),
     "a tensor of torchao without its scale": (torchao, drop(f"{UP}._weight_scale"), ("missing", f"{UP}._weight_qdata")),
     "a reciprocal scale of torchao": (torchao, each("_weight_scale", torch.reciprocal), ("reciprocal", UP)),
-    "an unknown method": (made.static, told(quant_method="gptq"), ("config", "quantization_config")),
+    "an unknown method": (made.static, told(quant_method="gptq"), ("format", "quantization_config")),
     "an output layer that is tied and another": (
         made.static, config(tie_word_embeddings=True), ("tied", "lm_head.weight")),
     "an output layer that is nowhere": (made.static, drop("lm_head.weight"), ("tied", "lm_head.weight")),
@@ -443,6 +443,23 @@ def test_what_is_no_checkpoint_is_refused_in_a_sentence(tmp_path: Path) -> None:
         verify(tmp_path)
     with pytest.raises(ModelError, match="There is no"):
         verify(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes"])
+def test_of_a_format_that_is_not_read_one_line_says_so(
+    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draft = made.static()
+    each(".weight", lambda w: w.float().to(torch.int32) if w.dtype is torch.float8_e4m3fn else w)(draft)
+    rename(".weight_scale", ".scales")(draft)
+    told(quant_method=method)(draft)
+    folder = draft.write(tmp_path / "m")
+    (finding,) = verify(folder)
+    assert f"quantized by '{method}'" in finding.what
+    assert main(["verify", str(folder)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out.count("\n") == 1
+    assert printed.err.endswith("cannot be judged.\n")
 
 
 def test_the_command_tells_good_from_bad(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

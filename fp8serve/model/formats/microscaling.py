@@ -4,6 +4,7 @@
 |--------|---------------------------------------------------------|-------------------------------------|
 | MXFP8  | `weight`, E4M3                                          | E8M0, or its bits as uint8          |
 | MXFP4  | `weight_packed`, uint8 [N, K / 2], the lower half first | under one of the names in `_SCALES` |
+|        | the same under the name `weight`, as ModelOpt writes it |                                     |
 
 No GEMM here takes a scale for 32 values, so such a layer runs in BF16 unless it is quantized again: calibrate, or serve
 with a recipe that needs no calibration. E8M0 is a power of two, 2^(bits - 127), and NaN where all bits are set (OCP
@@ -98,8 +99,8 @@ def _scaled(values: Tensor, scales: Tensor) -> Tensor:
 
 def _scale_of(key: str, entries: Mapping[str, StoredTensor]) -> str | None:
     weight, owner = entries[key], key.rpartition(".")[0]
-    packed = key.endswith("_packed")
-    if len(weight.shape) != 2 or weight.dtype is not (torch.uint8 if packed else torch.float8_e4m3fn):
+    packed = weight.dtype is torch.uint8
+    if len(weight.shape) != 2 or not (packed or (weight.dtype is torch.float8_e4m3fn and key.endswith(".weight"))):
         return None
     rows, columns = weight.shape[0], weight.shape[1] * (2 if packed else 1)
     fits = (rows, columns // BLOCK)
@@ -112,7 +113,7 @@ def _is_exponents(entry: StoredTensor, shape: Iterable[int]) -> bool:
 
 
 def _maker(shards: Shards, key: str, scale: str) -> Callable[[], Tensor]:
-    dequantize = mxfp4 if key.endswith("_packed") else mxfp8
+    dequantize = mxfp4 if shards.entries[key].dtype is torch.uint8 else mxfp8
 
     def make() -> Tensor:
         weight = dequantize(shards[key], shards[scale])

@@ -211,7 +211,10 @@ def linears_of(module: str) -> Sequence[Sequence[str]]:
     for pattern, gemms in _FUSED:
         if found := pattern.fullmatch(module):
             return tuple(tuple(f"model.layers.{found[1]}.{name}" for name in gemm) for gemm in gemms)
-    raise ScalesError(f"{module} is no module of a model that is known; say in `names` which linears it stands for.")
+    raise ScalesError(
+        f"{module} is no module of a model that is known here; import the states in Python, where the argument `names` "
+        "of read_file says which linears a module stands for (docs/transformer-engine.md)."
+    )
 
 
 def import_states(

@@ -10,6 +10,7 @@ purpose: a server may be using the directory.
 """
 
 import json
+import math
 import os
 import shutil
 import stat
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_JSON_BYTES = 64 * 1024 * 1024  # the index of the largest published model is 1 % of this
+_FLOAT = "__float__"
+_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 MAX_CARRIED_BYTES = 256 * 1024 * 1024  # for one tokenizer file; the largest published one is an eighth of this
 
 
@@ -59,7 +62,7 @@ def read_json(path: Path, error: type[Fp8ServeError] = TakenError, root: Path | 
     too large or not an object."""
     text = read_text(path, MAX_JSON_BYTES, error, root)
     try:
-        value = json.loads(text, object_pairs_hook=no_duplicates)
+        value = json.loads(text, object_pairs_hook=with_floats)
         if "\\ud" in text or "\\uD" in text:  # half of a surrogate pair is a ValueError, too
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as e:
@@ -82,6 +85,22 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
         raise ValueError(f"the key {shown(twice)} appears twice")
     return result
+
+
+def with_floats(pairs: list[tuple[str, Any]]) -> Any:
+    """As `no_duplicates`; {"__float__": "Infinity"}, as transformers 5 writes an infinity, becomes that number."""
+    result = no_duplicates(pairs)
+    tag = result.get(_FLOAT) if len(result) == 1 else None
+    return _FLOATS[tag] if isinstance(tag, str) and tag in _FLOATS else result
+
+
+def as_json(value: Any) -> Any:
+    """`value` with every infinity and NaN as transformers 5 writes it, because they are not JSON."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_FLOAT: next(tag for tag, number in _FLOATS.items() if repr(number) == repr(value))}
+    if isinstance(value, dict):
+        return {key: as_json(item) for key, item in value.items()}
+    return [as_json(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -70,11 +70,7 @@ class Tokenizer:
         model_dir = Path(model_dir)
         path = model_dir / "tokenizer.json"
         if not present(path):
-            others = [name for name in ("tekken.json", "tokenizer.model") if present(model_dir / name)]
-            raise ModelError(
-                f"{model_dir} holds no tokenizer.json{', and ' + others[0] + ' is not read' if others else ''}; "
-                "save the model's fast tokenizer there."
-            )
+            raise ModelError(lacks_tokenizer(model_dir))
         text = read_text(path, MAX_CARRIED_BYTES)
         try:
             backend = tokenizers.Tokenizer.from_str(text)
@@ -244,6 +240,15 @@ class Tokenizer:
         if self._template is None:
             raise ModelError("The model has no chat template; send a plain prompt, or add a chat_template.jinja to it.")
         return self._template
+
+
+def lacks_tokenizer(model_dir: Path) -> str:
+    """What the owner of a directory without a tokenizer.json is told."""
+    others = [name for name in ("tekken.json", "tokenizer.model") if present(model_dir / name)]
+    return (
+        f"{model_dir} holds no tokenizer.json{', and ' + others[0] + ' is not read' if others else ''}; "
+        "save the model's fast tokenizer there, with save_pretrained of transformers' AutoTokenizer."
+    )
 
 
 def shares(lengths: Sequence[int], room: int) -> list[int]:

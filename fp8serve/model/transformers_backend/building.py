@@ -8,30 +8,37 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from fp8serve.errors import ModelError, shown
+from fp8serve.errors import ModelError, one_line, shown
 from fp8serve.model.transformers_backend.attention import register
 from fp8serve.model.transformers_backend.experts import check_mixture, in_mixtures, take_apart
 
 
 def build(config_json: str, attention: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     """The causal language model of this config.json, in evaluation mode. ModelError: it cannot be served."""
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, __version__
 
     register()
     raw = json.loads(config_json)
     if raw.get("model_type") not in CONFIG_MAPPING:
         remote = "; code that comes with a model is never run" if "auto_map" in raw else ""
-        raise ModelError(f"The architecture {_name(raw)} has no family here and no class in transformers{remote}.")
+        raise ModelError(
+            f"config.json has the model_type {shown(raw.get('model_type'))}, which neither fp8serve nor the installed "
+            f"transformers {__version__} knows{remote}."
+        )
     if CONFIG_MAPPING[raw["model_type"]] not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(f"transformers has no causal language model of the architecture {_name(raw)}.")
+        raise ModelError(
+            f"The installed transformers {__version__} has no causal language model of the model_type "
+            f"{shown(raw['model_type'])}."
+        )
     from_config: Any = AutoModelForCausalLM.from_config
     try:
         config = AutoConfig.for_model(**{key: value for key, value in raw.items() if key != "quantization_config"})
         with _parameters_on_meta():
             model = from_config(config, attn_implementation=attention, dtype=dtype)
     except Exception as problem:  # transformers' classes may raise anything
-        text = " ".join(str(problem).split())
-        raise ModelError(f"transformers does not build {_name(raw)}: {text[:300].removesuffix('.')}.") from problem
+        raise ModelError(
+            f"transformers {__version__} does not build {_name(raw)} from this config.json: {quoted(problem)}."
+        ) from problem
     check_mixture(model, raw["model_type"], _name(raw))
     take_apart(model, dtype)
     check(model, _name(raw))
@@ -55,6 +62,11 @@ def check(model: Any, name: str) -> None:
                     f"{name} has the weight {path}.{leaf} {list(parameter.shape)} in a {type(module).__name__}; by "
                     "transformers' class a model is served if its weights are those of linear layers and embeddings."
                 )
+
+
+def quoted(problem: Exception) -> str:
+    """Another library's message, as a quotation at the end of a sentence."""
+    return f"{one_line(problem)!r}" if str(problem).strip() else type(problem).__name__
 
 
 def _name(raw: Mapping[str, Any]) -> str:

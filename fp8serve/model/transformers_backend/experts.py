@@ -23,7 +23,7 @@ from fp8serve.errors import ModelError
 from fp8serve.model.network.experts import Expert, Experts
 
 TESTED = ("ernie4_5_moe", "olmoe")  # each has a row in tests/compatibility/cases.py
-_MIXES = re.compile("expert|moe|router", re.IGNORECASE)
+_EXPERTS = re.compile("expert", re.IGNORECASE)
 STACKS = ("experts.gate_up_proj", "experts.down_proj")
 Leaves = tuple[str, str, str]  # gate, up, down
 
@@ -59,12 +59,20 @@ class ClassExperts(Experts):
 
 def check_mixture(model: nn.Module, model_type: str, name: str) -> None:
     """ModelError for a mixture that is not one of `TESTED`."""
-    called = (word for path, module in model.named_modules() for word in (path, type(module).__name__))
-    if model_type not in TESTED and any(_MIXES.search(word) for word in called):
+    if model_type not in TESTED and any(_holds_experts(path, module) for path, module in model.named_modules()):
         raise ModelError(
             f"{name} is a mixture of experts without a family; of those, transformers' class is tested here, "
             f"and used, for {' and '.join(TESTED)} alone."
         )
+
+
+def _holds_experts(path: str, module: nn.Module) -> bool:
+    """Whether the module is a stack of experts, or a list of several. Some dense classes only have a word for it."""
+    if not _EXPERTS.search(path.rpartition(".")[2]) and not _EXPERTS.search(type(module).__name__):
+        return False
+    if isinstance(module, nn.ModuleList):
+        return len(module) > 1
+    return not isinstance(module, nn.Linear) and any(p.dim() > 1 for p in module.parameters(recurse=False))
 
 
 def take_apart(model: nn.Module, dtype: torch.dtype) -> None:

@@ -20,7 +20,7 @@ from fp8serve.errors import ModelError, shown
 from fp8serve.model.config.decoder import ModelConfig, TransformersClass
 from fp8serve.model.config.reader import token_ids
 from fp8serve.model.transformers_backend.attention import TRIED, Mask, Seen, answering
-from fp8serve.model.transformers_backend.building import build
+from fp8serve.model.transformers_backend.building import build, quoted
 
 TOKENS = 4
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length")
@@ -55,8 +55,8 @@ def _described(config_json: str, generation_json: str, where: str) -> ModelConfi
     calls = trial(model)
     if len(calls) != config.num_hidden_layers:
         raise ModelError(
-            f"{where}: {name} calls transformers' attention interface in {len(calls)} of its "
-            f"{config.num_hidden_layers} layers, so that its other layers could not be served from a cache."
+            f"{where}: {name} calls transformers' attention interface {_times(len(calls))} in "
+            f"{config.num_hidden_layers} layers, and a cache serves one call a layer."
         )
     if len({(call.heads, call.softcap) for call in calls}) > 1:
         raise ModelError(f"{where}: the attention layers of {name} differ in their heads, which is not supported.")
@@ -74,6 +74,10 @@ def _described(config_json: str, generation_json: str, where: str) -> ModelConfi
         attention_softcap=calls[0].softcap,
         computed_by=TransformersClass(config_json, tuple(call.scale for call in calls)),
     )
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _sizes(model: Any, call: Call) -> dict[str, Any]:
@@ -119,8 +123,8 @@ def trial(model: Any) -> list[Call]:
     except ModelError:
         raise
     except Exception as problem:  # raised by a class that does not expect this
-        text = " ".join(str(problem).split())[:300].removesuffix(".")
-        raise ModelError(f"{name} does not run by transformers' attention interface: {text}.") from problem
+        why = "it computes by the values of its inputs" if "meta tensor" in str(problem) else quoted(problem)
+        raise ModelError(f"{name} does not run by transformers' attention interface: {why}.") from problem
     return calls
 
 

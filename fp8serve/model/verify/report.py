@@ -51,9 +51,12 @@ CHECKS: tuple[Check, ...] = (
 def verify(path: Path, advance: Advance = lambda done, total: None) -> list[Finding]:
     """What is wrong with the checkpoint at `path`, a model directory or a .safetensors file; errors come first.
 
-    advance: told how many FP8 weights have been read. ModelError: there is nothing to look at.
+    Of a format that is not read, one finding says so: its tensors are not judged. advance: told how many FP8 weights
+    have been read. ModelError: there is nothing to look at.
     """
     subject = read(path)
+    if (unread := subject.unread_format) is not None:
+        return [unread]
     for done, owner in enumerate(subject.weights, 1):
         subject.codes(owner)
         advance(done, len(subject.weights))

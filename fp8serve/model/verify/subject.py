@@ -45,6 +45,7 @@ class Subject:
     config: Mapping[str, Any] | None = None
     quantization: Quantization | None = None
     weight_map: Mapping[str, str] | None = None
+    unread_format: Finding | None = None
     trouble: list[Finding] = field(default_factory=list)
     _codes: dict[str, Codes] = field(default_factory=dict)
 
@@ -214,8 +215,8 @@ def _quantization(subject: Subject, config: Mapping[str, Any]) -> Quantization |
     try:
         return interop.read_quantization(subject.path, {**config, **inner})
     except ModelError as refusal:
-        what = f"is not read ({str(refusal).removesuffix('.')})"
-        subject.trouble.append(error("config", "quantization_config", what, "write the model in another format"))
+        what = f"is of a format that cannot be judged ({str(refusal).removesuffix('.')})"
+        subject.unread_format = error("format", "quantization_config", what, "write the model in another format")
         return None
 
 
