@@ -1,4 +1,4 @@
-"""Infinities in config.json: objects as transformers 5 writes them, or words that are no JSON; both are numbers here."""
+"""Infinities in config.json: objects as transformers 5 writes them, or words that are no JSON, are read as numbers."""
 
 import json
 import math
