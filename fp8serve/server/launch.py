@@ -26,13 +26,14 @@ import uvicorn
 from fp8serve import logs
 from fp8serve.errors import MachineError, RequestError
 from fp8serve.server.app import create_app
-from fp8serve.server.http.connections import timed_protocol
+from fp8serve.server.http.connections import BACKLOG, ThrottledWarning, connection_limit, timed_protocol
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.served import Launch
 from fp8serve.server.settings import Settings
 
 log = logging.getLogger("fp8serve.server")
 CLOSING_SECONDS = 1
+NO_DESCRIPTOR = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 def run(settings: Settings, start_engine: Launch | None = None, listener: socket.socket | None = None) -> None:
@@ -45,9 +46,11 @@ def run(settings: Settings, start_engine: Launch | None = None, listener: socket
     with contextlib.closing(listener):
         app = create_app(settings, start_engine)
         state: ServerState = app.state.server
+        limit = connection_limit(settings.limits)
         config = uvicorn.Config(
             app,
-            http=timed_protocol(settings.limits),
+            http=timed_protocol(settings.limits, limit.connections),
+            backlog=limit.batch,
             ws="none",
             lifespan="on",
             log_config=None,
@@ -70,7 +73,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-        listener.listen(2048)
+        listener.listen(BACKLOG)
         listener.setblocking(False)
     except OSError as error:
         listener.close()
@@ -115,6 +118,22 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self.state = state
         self._keys_asked = False
+        self._no_descriptor = ThrottledWarning()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to accept connections."""
+        asyncio.get_running_loop().set_exception_handler(self._loop_failed)
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)  # asyncio has set this to the size of a batch
+
+    def _loop_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """asyncio would log a traceback for each connection that it cannot accept, thousands a second."""
+        error = context.get("exception")
+        if isinstance(error, OSError) and error.errno in NO_DESCRIPTOR:
+            self._no_descriptor.warn("a connection waits, because it cannot be accepted: %s", error.strerror)
+        else:
+            loop.default_exception_handler(context)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -61,6 +61,9 @@ class ServerLimits:
     ] = 1 << 18
     texts: Annotated[Count, About("Texts of one request for vectors or scores.")] = 2048
     chat_messages: Annotated[Count, About("Messages of one conversation.")] = 1024
+    connections: Annotated[Count, About("Connections that are open, at most what the limit of open files allows.")] = (
+        8192
+    )
     streams: Annotated[Count, About("Streams that are open.")] = 512
     keep_alive_seconds: Annotated[Seconds, About("Seconds between two signs of life in a stream.")] = 15.0
     jobs_queued: Annotated[Count, About("Fine-tune jobs that wait.")] = 32

@@ -1,6 +1,9 @@
-"""Runs a server as its own process: `python -m tests.server.serve JSON`, JSON being settings, `fd`, `fake`, `delay`."""
+"""Runs a server as its own process: `python -m tests.server.serve JSON`, JSON being settings, `fd`, `fake`, `delay`,
+`open_files` (of the process, soft and hard limit), `umask`."""
 
 import json
+import os
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,9 @@ from tests.server.fakes import FakeEngine, Launcher
 
 def main(options: dict[str, Any]) -> int:
     fake, delay = options.pop("fake", False), options.pop("delay", 0.0)
+    if (files := options.pop("open_files", None)) is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, tuple(files))
+    os.umask(options.pop("umask", 0o022))
     paths = {name: Path(options[name]) for name in ("model", "data_dir", "api_keys", "models_dir") if name in options}
     models = tuple(map(NamedModel.parse, options.pop("models", ())))
     adapters = tuple(map(NamedAdapter.parse, options.pop("adapters", ())))
