@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from urllib.parse import SplitResult, urlsplit
 
 from annotated_types import Ge, Gt, Le
 
@@ -172,3 +173,18 @@ def known_fields(cls: type, data: object) -> dict[str, Any]:
     if unknown := sorted(set(data) - set(names)):
         raise RequestError(f"{cls.__name__} has no field {unknown[0]!r}; it has {', '.join(names)}.")
     return dict(data)
+
+
+def http_address(text: str) -> SplitResult | None:
+    """The parts of an absolute http or https URL that a program can ask; None for any other text.
+
+    `urlsplit` takes nearly everything, and complains of a wrong port only when it is read.
+    """
+    try:
+        parts = urlsplit(text)
+        host, port = parts.hostname or "", parts.port
+        host.encode("idna")  # as the resolver does: no label is empty or too long
+    except ValueError:  # UnicodeError is one
+        return None
+    is_plain = text.isascii() and text.isprintable() and " " not in text
+    return parts if is_plain and parts.scheme in ("http", "https") and host and port != 0 else None

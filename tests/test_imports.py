@@ -17,7 +17,7 @@ ALLOWED = {
     "engine": {"engine", "model", "fp8", "errors", "options", "processes", "ending", "logs"},
     "calibration": {"calibration", "model", "fp8", "errors", "options", "ranks"},
     "train": {"train", "model", "fp8", "errors", "options", "processes", "ending", "ranks"},
-    "client": {"client", "errors"},
+    "client": {"client", "errors", "options"},
     "chat": {"chat", "client", "engine", "model", "errors", "options", "terminal"},
     "server": {"server", "engine", "train", "model", "fp8", "errors", "options", "processes", "ending", "logs"},
 }

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
 from fp8serve.errors import DataError, RequestError, ServerError, one_line, shown
+from fp8serve.options import http_address
 
 if TYPE_CHECKING:
     from httpx2 import Response, ServerSentEvent
@@ -96,12 +97,8 @@ JSON = {"Content-Type": "application/json"}
 
 def base_url(url: str) -> str:
     """`url` without /v1 and slashes at its end. RequestError when it cannot be a server's."""
-    try:
-        parts = urlsplit(url.strip())
-        sound = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) and url.isprintable()
-    except ValueError:  # of the port
-        sound = False
-    if not sound or parts.query or parts.fragment:
+    parts = http_address(url.strip())
+    if parts is None or parts.query or parts.fragment:
         raise RequestError(f"{shown(url)} is not the URL of a server; give one such as http://127.0.0.1:8000.")
     return url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
 

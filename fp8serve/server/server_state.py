@@ -48,7 +48,7 @@ from fp8serve.server.serving.served import Launch, Served, Source, launch
 from fp8serve.server.serving.served_model import BASE, ServedModel
 from fp8serve.server.serving.supervisor import EngineSupervisor
 from fp8serve.server.serving.verification import UNVERIFIED, Verification, Verified
-from fp8serve.server.settings import Settings, is_loopback
+from fp8serve.server.settings import JOB_TABLE, Settings, is_loopback
 from fp8serve.server.tracing import tracing_of
 from fp8serve.server.usage import Usage
 
@@ -88,7 +88,7 @@ class ServerState:
         self.streams = Streams(limits.streams, self.metrics)
         self.rolled = RolledScales(self.data_dir)
         self.parser = RequestParser(limits, settings.log_format)
-        self.jobs = JobStore(self.data_dir / "jobs.sqlite3")
+        self.jobs = JobStore(self.data_dir / JOB_TABLE)
         self.runner = JobRunner(self.jobs, self.data_dir, wait_idle=self._wait_before_training, command=worker)
         self.sources = Sources(self.jobs, self.runner, self.models)
         self.retention = Retention(self.jobs, self.runner, self.models, settings.keep_jobs)

@@ -11,14 +11,14 @@ import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Le
 
 from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import MachineError, RequestError, shown
 from fp8serve.logs import LogFormat
-from fp8serve.options import About, check, options_of
+from fp8serve.model.storage.files import make_private
+from fp8serve.options import About, check, http_address, options_of
 from fp8serve.server.answers.choice import AnswerFormat, ReasoningFormat, ToolFormat
 from fp8serve.server.named_models import NamedAdapter, NamedModel, check_name
 from fp8serve.train.reporting import ReportTool, check_installed
@@ -27,6 +27,8 @@ TrainOn = Literal["refuse", "share", "pause"]
 Count = Annotated[int, Ge(1)]
 Seconds = Annotated[float, Gt(0)]
 KEY_VARIABLE = "FP8SERVE_API_KEY"
+JOB_TABLE = "jobs.sqlite3"
+"""A file of the data directory."""
 
 
 def data_home() -> Path:
@@ -298,14 +300,7 @@ def _check_exposure(settings: Settings) -> None:
 
 def _check_endpoint(option: str, endpoint: str | None) -> None:
     """What is wrong with it is not shown: it may hold a password."""
-    if endpoint is None:
-        return
-    try:
-        address = urlsplit(endpoint)
-        good = address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
-    except ValueError:
-        good = False
-    if not good:
+    if endpoint is not None and http_address(endpoint) is None:
         raise RequestError(f"{option} must be an address such as http://localhost:4318.")
 
 
@@ -337,10 +332,16 @@ def is_loopback(host: str) -> bool:
 
 
 def prepare_data_dir(settings: Settings) -> Path:
-    """Make the data directory, private to this user. Raises MachineError when it cannot be written."""
+    """Makes the data directory, private to this user. Raises MachineError when it cannot be written.
+
+    A directory that exists and holds anything but an earlier server's files may serve others, too, and keeps its mode;
+    what the server puts there is private in any case.
+    """
     path = (settings.data_dir or default_data_dir(settings.model)).absolute()  # as `safe_text` knows paths of ours
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if (path / JOB_TABLE).exists() or not any(path.iterdir()):
+            make_private(path)
     except OSError as error:
         raise MachineError(
             f"Cannot make the data directory {path} ({error.strerror}); choose another with --data-dir."
@@ -353,8 +354,9 @@ def prepare_data_dir(settings: Settings) -> Path:
 def lock_data_dir(path: Path) -> IO[str]:
     """Held while a server lives: two servers would run each other's jobs. Raises MachineError when another holds it."""
     try:
-        (path / "jobs").mkdir(mode=0o700, exist_ok=True)
+        make_private(path / "jobs")
         lock = (path / "server.lock").open("a+")
+        os.fchmod(lock.fileno(), 0o600)
     except OSError as error:
         raise MachineError(f"The data directory {path} cannot be written: {error.strerror}.") from None
     try:

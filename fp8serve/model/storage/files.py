@@ -16,7 +16,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -232,3 +232,11 @@ def fsync_tree(root: Path) -> None:
         for name in names:
             fsync(Path(folder, name))
         fsync(Path(folder))
+
+
+def make_private(folder: Path) -> None:
+    """Makes a directory of mode 0700, or gives one that exists this mode, unless it belongs to another user."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if stat.S_IMODE(folder.stat().st_mode) & 0o077:
+        with suppress(PermissionError):
+            folder.chmod(0o700)

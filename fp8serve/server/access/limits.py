@@ -86,10 +86,16 @@ class Visit:
             return
         wanted = min(tokens, bucket.capacity)
         if bucket.level < wanted:
+            self._give_back_request()
             message = f"may use {bucket.capacity} tokens a minute, and this request may need {tokens}"
             self._refuse("tokens", message, bucket.seconds_until(wanted))
         bucket.level -= wanted
         self._set_aside += wanted
+
+    def _give_back_request(self) -> None:
+        """A request that is refused costs nothing."""
+        if (requests := self._bucket("requests")) is not None:
+            requests.level = min(requests.capacity, requests.level + 1)
 
     def leave(self) -> None:
         """Returns the tokens that were reserved and not used."""

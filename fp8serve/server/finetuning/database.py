@@ -5,6 +5,7 @@ memory: a network file system is refused with a sentence (MachineError) instead 
 """
 
 import contextlib
+import os
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -43,6 +44,7 @@ class Database:
     def __init__(self, path: Path) -> None:
         self._lock = threading.Lock()
         try:
+            _make_private(path)
             self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
             self._db.row_factory = sqlite3.Row
             self._prepare(path)
@@ -51,7 +53,10 @@ class Database:
                 f"The job table {path} cannot be used ({error}); put the data directory on a local disk with "
                 "--data-dir."
             ) from None
-        path.chmod(0o600)
+        except OSError as error:
+            raise MachineError(
+                f"The job table {path} cannot be written: {error.strerror}; choose another --data-dir."
+            ) from None
 
     def _prepare(self, path: Path) -> None:
         if self._db.execute("PRAGMA journal_mode=WAL").fetchone()[0] != "wal":
@@ -82,6 +87,15 @@ class Database:
         """What a query finds."""
         with self._lock, _disk_faults():
             return self._db.execute(query, values).fetchall()
+
+
+def _make_private(path: Path) -> None:
+    """Makes the file before SQLite does, which gives the files beside it (log, shared memory) the same mode. Those of
+    a server that was killed may be there, and be readable for others."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    for file in (path, *(path.with_name(path.name + end) for end in ("-wal", "-shm"))):
+        with contextlib.suppress(FileNotFoundError):
+            file.chmod(0o600)
 
 
 class Transaction:

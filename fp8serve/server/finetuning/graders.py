@@ -5,8 +5,10 @@ reach.
 """
 
 from collections.abc import Iterable
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult
 
+from fp8serve.errors import shown
+from fp8serve.options import http_address
 from fp8serve.server.faults import Code, Fault
 
 PORTS = {"http": 80, "https": 443}
@@ -14,7 +16,12 @@ PORTS = {"http": 80, "https": 443}
 
 def check_grader(url: str | None, allowed: Iterable[str]) -> None:
     """Fault for an address that is not allowed. The message does not say which ones are."""
-    if url is not None and not any(_is_below(urlsplit(url), urlsplit(known)) for known in allowed):
+    if url is None:
+        return
+    if (address := http_address(url)) is None:
+        message = f"grader_url must be an address such as http://localhost:9000/grade, not {shown(url)}."
+        raise Fault(Code.INVALID_PARAMETER, message, param="grader_url")
+    if not any(_is_below(address, known) for known in map(http_address, allowed) if known is not None):
         raise Fault(
             Code.INVALID_PARAMETER,
             "This server does not send answers to that address.",

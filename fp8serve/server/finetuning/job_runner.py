@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+from fp8serve.model.storage.files import make_private
 from fp8serve.processes import describe_exit, module_command
 from fp8serve.server.faults import safe_text
 from fp8serve.server.finetuning.job_records import Job
@@ -55,7 +56,7 @@ class JobRunner:
         self.store = store
         self.command = tuple(command)
         self.root = data_dir / "jobs"
-        self.root.mkdir(mode=0o700, exist_ok=True)
+        make_private(self.root)
         self.busy = False
         self.closing = False
         self.closed = True

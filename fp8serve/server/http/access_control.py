@@ -53,10 +53,7 @@ class AccessControl:
     def _verdict(self, scope: Scope, caller: Caller | None) -> Fault | None:
         if scope["path"] not in OPEN_PATHS and (fault := self._stranger(scope, caller)) is not None:
             return fault
-        foreign = header(scope, b"sec-fetch-site") in (b"cross-site", b"same-site") or not self._hosts.is_own_page(
-            scope
-        )
-        if scope["method"] not in SAFE_METHODS and foreign:
+        if scope["method"] not in SAFE_METHODS and not self._hosts.is_own_page(scope):
             return Fault(Code.FORBIDDEN, "A page of another site may not use this server.")
         return None
 

@@ -1,9 +1,9 @@
 """Which options of a job belong to a method, and which combinations are allowed. No torch here."""
 
 from typing import TYPE_CHECKING, Literal, cast, get_args
-from urllib.parse import urlsplit
 
 from fp8serve.errors import JobError, shown
+from fp8serve.options import http_address
 
 if TYPE_CHECKING:
     from fp8serve.train.config import TrainConfig
@@ -84,7 +84,7 @@ def _check_answers(config: "TrainConfig") -> None:
         raise JobError(
             "The method grpo wants rewards from one place: give either reward, a Python file, or grader_url."
         )
-    if config.grader_url is not None and not _is_address(config.grader_url):
+    if config.grader_url is not None and http_address(config.grader_url) is None:
         raise JobError(
             f"grader_url must be an address such as http://localhost:9000/grade, not {shown(config.grader_url)}."
         )
@@ -103,11 +103,3 @@ def _check_answers(config: "TrainConfig") -> None:
         )
     if config.lora_dropout:
         raise JobError("lora_dropout would train another policy than the one that answered; leave it out.")
-
-
-def _is_address(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False

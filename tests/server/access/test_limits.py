@@ -65,6 +65,24 @@ def test_tenants_have_books_of_their_own_and_keys_of_one_share_them() -> None:
             shop.visit(tenant, requests_per_minute=1)
 
 
+def test_a_request_that_is_refused_for_its_tokens_costs_none() -> None:
+    """As docs/operating.md says of every refusal."""
+    shop = Shop()
+    limits = {"requests_per_minute": 2, "tokens_per_minute": 60}
+    running = shop.visit(**limits)
+    running.set_aside(50)
+    for _ in range(5):
+        visit = shop.visit(**limits)
+        with pytest.raises(Fault, match="this request may need 20") as fault:
+            visit.set_aside(20)
+        assert refused(fault) == 10
+        assert visit.headers()["x-ratelimit-remaining-requests"] == "1"
+        visit.leave()
+    shop.visit(**limits).set_aside(10)
+    with pytest.raises(Fault, match="may make 2 requests a minute"):
+        shop.visit(**limits)
+
+
 def test_requests_at_once_end_with_the_request() -> None:
     shop = Shop()
     first, _ = shop.visit(concurrent_requests=2), shop.visit(concurrent_requests=2)

@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from fp8serve.errors import RequestError
+from fp8serve.client.api import base_url
+from fp8serve.errors import JobError, RequestError
+from fp8serve.options import http_address
 from fp8serve.server.faults import Fault
 from fp8serve.server.finetuning.graders import check_grader
 from fp8serve.server.settings import Settings
+from fp8serve.train.config import TrainConfig
 from tests.server.conftest import Start
 
 ALLOWED = ("https://graders.example/team/", "http://localhost:9000")
@@ -49,15 +52,45 @@ def test_what_is_not(url: str) -> None:
         check_grader(url, ALLOWED)
 
 
-def test_an_address_that_is_none_is_refused_at_the_start(tmp_path: Path) -> None:
+NO_ADDRESSES = [
+    "x", "file:///etc", "http://", "http://x:abc/", "http://[::1", "http://x:99999/", "http://x:0/", "http://[zz]/",
+    "http://x y/", "http://x/\ny", "http://\u00e9/", f"http://{'a' * 64}.example/", "http://a..b/", "http:///x", "//x/",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("url", NO_ADDRESSES)
+def test_a_text_that_is_no_address_is_refused_with_a_sentence(url: str, tmp_path: Path) -> None:
+    assert http_address(url) is None
+    for allowed in (ALLOWED, ()):
+        with pytest.raises(Fault, match="grader_url must be an address such as") as fault:
+            check_grader(url, allowed)
+        assert fault.value.status("/finetune") == 422
+    with pytest.raises(JobError, match="grader_url must be an address such as"):
+        TrainConfig(model="m", data=("d",), out="o", method="grpo", grader_url=url)
     with pytest.raises(RequestError, match="--grader-url must be an address"):
-        Settings(model=tmp_path, grader_urls=("file:///etc",))
+        Settings(model=tmp_path, grader_urls=(url,))
+    with pytest.raises(RequestError, match="--otlp-endpoint must be an address"):
+        Settings(model=tmp_path, otlp_endpoint=url)
+    with pytest.raises(RequestError, match="is not the URL of a server"):
+        base_url(url)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://localhost", "https://a-b.example:8443/x?y=1", "http://[::1]:9000/", "http://10.0.0.1"]
+)
+def test_an_address_is_one(url: str) -> None:
+    parts = http_address(url)
+    assert parts is not None
+    assert parts.geturl() == url
 
 
 async def test_jobs_over_http(start: Start) -> None:
     async with start(grader_urls=("http://localhost:9000/grade",)) as server:
         ask = {"data": [{"prompt": "2 + 3 =", "sum": 5}], "method": "grpo", "seq_len": 64}
         for more, said in (
+            ({"grader_url": "http://x:abc/"}, "grader_url must be an address"),
+            ({"grader_url": "http://[::1"}, "grader_url must be an address"),
+            ({"grader_url": "http://x:99999/"}, "grader_url must be an address"),
             ({"grader_url": "http://localhost:9001/grade"}, "This server does not send answers to that address"),
             ({"grader_url": "http://localhost:9000/grade", "loss_type": "ipo"}, "and not ipo"),
             ({"grader_url": "http://localhost:9000/grade", "num_generations": 1}, "num_generations"),

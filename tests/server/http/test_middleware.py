@@ -135,8 +135,16 @@ async def test_a_page_of_another_origin_changes_nothing(start: Start) -> None:
     async with start(allowed_hosts=("models.example",)) as server:
         for origin, status in (
             ("http://localhost:8000", 200),
+            ("http://LOCALHOST:8000", 200),
             ("https://models.example", 200),
+            ("https://models.example:8443", 200),
+            ("chrome-extension://models.example", 403),
+            ("https://localhost:8000", 403),
+            ("ftp://localhost:8000", 403),
+            ("localhost:8000", 403),
+            ("http://localhost", 403),
             ("http://localhost:3000", 403),
+            ("http://localhost:8000.evil.example", 403),
             ("http://evil.example", 403),
             ("null", 403),
         ):
@@ -144,6 +152,31 @@ async def test_a_page_of_another_origin_changes_nothing(start: Start) -> None:
             answer = await server.client.post("/generate", json={"inputs": "x"}, headers=headers)
             assert answer.status_code == status, origin
             assert (await server.client.get("/version", headers=headers)).status_code == 200
+
+
+OWN_PAGES: list[tuple[dict[str, str], int]] = [
+    ({"host": "models.example", "origin": "http://models.example"}, 200),
+    ({"host": "models.example:80", "origin": "http://models.example"}, 200),
+    ({"host": "models.example", "origin": "https://models.example"}, 403),
+    ({"host": "models.example", "origin": "https://models.example", "x-forwarded-proto": "https"}, 200),
+    ({"host": "models.example:443", "origin": "https://models.example", "x-forwarded-proto": "HTTPS, http"}, 200),
+    ({"host": "models.example", "origin": "http://models.example", "x-forwarded-proto": "https"}, 403),
+    # the browser has compared them, and the proxy in front of the server has changed the name
+    ({"host": "inner:8000", "origin": "https://models.example", "sec-fetch-site": "same-origin"}, 200),
+    ({"host": "models.example", "origin": "http://models.example", "sec-fetch-site": "cross-site"}, 403),
+    ({"host": "models.example", "origin": "http://models.example", "sec-fetch-site": "same-site"}, 403),
+]
+
+
+@pytest.mark.parametrize(("headers", "status"), OWN_PAGES)
+async def test_a_page_is_the_servers_own_by_scheme_host_and_port(
+    headers: dict[str, str], status: int, start: Start
+) -> None:
+    async with start(api_key=KEY) as server:
+        key = {b"authorization": f"Bearer {KEY}".encode()}
+        raw = {name.encode(): value.encode() for name, value in headers.items()}
+        answer = await server.client.post("/generate", json={"inputs": "x"}, headers=raw | key)
+        assert answer.status_code == status
 
 
 def test_the_key_comes_from_the_option_the_file_or_the_environment(

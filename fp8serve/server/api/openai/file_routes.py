@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from fp8serve.model.storage.files import fsync
+from fp8serve.model.storage.files import fsync, make_private
 from fp8serve.model.text.data_files import ending_of
 from fp8serve.server.api.dependencies import StateDep
 from fp8serve.server.api.openai.pages import page
@@ -35,7 +35,7 @@ FORM = {"requestBody": {"required": True, "content": {"multipart/form-data": {"s
 async def upload(request: Request, state: StateDep) -> Response:
     """JSON lines, or by the end of its name text, JSON, CSV, TSV or Parquet; all but Parquet also with .gz."""
     folder = state.data_dir / "files"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    make_private(folder)
     file_id = new_file_id()
     arrived = await receive_upload(request, folder / f".{file_id}.part", state.settings.limits)
     return JSONResponse(view(await asyncio.to_thread(_keep, state, arrived, file_id)))

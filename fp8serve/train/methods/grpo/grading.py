@@ -162,7 +162,7 @@ class UrlGrader:
                     return self._read(reply)
             except urllib.error.HTTPError as problem:
                 why, again = f"it answered with status {problem.code}", problem.code >= 500
-            except (OSError, HTTPException) as problem:
+            except (OSError, HTTPException, UnicodeError) as problem:
                 why, again = one_line(getattr(problem, "reason", None) or problem), True
             if not again or attempt == TRIES:
                 raise JobError(f"The grader {self._url} could not be asked: {why}.")
