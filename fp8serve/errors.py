@@ -49,6 +49,10 @@ class ModelError(Fp8ServeError):
     """A model directory is missing, damaged, or of an architecture we do not run."""
 
 
+class TokenizerError(ModelError):
+    """The model's tokenizer fails on a text or on tokens, whatever the request asks for beside them."""
+
+
 class TakenError(ModelError):
     """The path where a model directory should be written is taken."""
 

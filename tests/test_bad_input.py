@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fp8serve.cli import main
+from tests.model.hostile_tokenizers import CASES
 from tests.tiny import CHATS, write_tiny_model
 
 
@@ -182,3 +183,29 @@ def test_a_demonstration_does_not_write_over_what_is_there(tmp_path: Path, capsy
     (tmp_path / "mine").touch()
     assert "not empty" in failure(capsys, "demo", "--keep", tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+
+
+TOKENIZERS = ["precompiled map short", "template names an unknown token", "unknown token missing in WordLevel"]
+"""Two that fail by a panic of Rust, when the file or when a text is read, and one by an Exception."""
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_tokenizer_that_fails_in_its_library_is_one_sentence(
+    model: Path, chats: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Also what the library itself writes about it is not shown."""
+    CASES[name].write(model)
+    out = tmp_path / "out"
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"text": "zz top"}\n' * 4)
+    for command in (
+        ("generate", model, "zz", "--recipe", "bf16"),
+        ("calibrate", model, "--data", texts, "--out", out),
+        ("finetune", model, "--data", texts, "--out", out),
+    ):
+        assert main([str(argument) for argument in command]) == 1, command
+        shown = capfd.readouterr().err
+        lines = [line for line in shown.splitlines() if line.startswith("fp8serve: ")]
+        assert len(lines) == 1, shown
+        assert "tokenize" in lines[0]
+        assert not [word for word in ("internal error", "panicked", "Traceback") if word in shown]

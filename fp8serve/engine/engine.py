@@ -379,13 +379,15 @@ class Engine:
         if seq.constraint is not None and not seq.constraint.accept(token):
             return self._fail(seq, "The grammar became too complex to go on.")
         delta = text.push(token)
+        if text.failure is not None:
+            return self._end(seq, "error", delta, error=text.failure)
         complete = seq.constraint is not None and seq.constraint.complete
         full = seq.num_generated == seq.params.max_new_tokens
         if complete or full:
             delta += text.flush()
         if complete or text.stopped is not None:
             return self._end(seq, "stop", delta, sampled, stop_reason=text.stopped)
-        return self._end(seq, "length", delta, sampled) if full else self._output(seq, delta, sampled)
+        return self._end(seq, "length", delta, sampled) if full else self._output(seq, text, delta, sampled)
 
     def _fail(self, seq: Sequence, sentence: str) -> RequestOutput:
         return self._end(seq, "error", self._live[seq.request_id][1].flush(), error=sentence)
@@ -402,12 +404,13 @@ class Engine:
         self.scheduler.finish(seq, reason)
         self.adapters.give_back(seq.adapter)
         self._finished[reason] += 1
-        del self._live[seq.request_id]
-        return self._output(seq, delta, sampled, stop_reason, error)
+        text = self._live.pop(seq.request_id)[1]
+        return self._output(seq, text, delta, sampled, stop_reason, error)
 
     def _output(
         self,
         seq: Sequence,
+        text: TextStream,
         delta: str,
         sampled: Sampled | None,
         stop_reason: str | int | None = None,
@@ -426,6 +429,7 @@ class Engine:
             error,
             _of_prompt(seq),
             seq.timing() if seq.num_generated == 1 or seq.finish_reason is not None else None,
+            (text.settled,) if sampled and sampled.logprob else (),
         )
 
 

@@ -17,7 +17,8 @@ import llguidance
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from fp8serve.engine.sampling_params import SamplingParams
-from fp8serve.errors import RequestError
+from fp8serve.errors import RequestError, TokenizerError
+from fp8serve.model.text.library_failures import library_failures
 
 MAX_COMPLAINT = 200  # characters of the library's message that are shown
 # Between the parts of a JSON text: room to indent, but not for ever, which small models tend to do.
@@ -72,12 +73,13 @@ class Grammars:
 
     def _llg(self) -> llguidance.LLTokenizer:
         if self._tokenizer is None:
-            self._tokenizer = llguidance.LLTokenizer(
-                self._file.read_text(),
-                n_vocab=self._vocab_size,
-                eos_token=list(self._eos_ids) or None,
-                slices=SLICES,
-            )
+            with library_failures(TokenizerError, "Grammars cannot be used with this model's tokenizer"):
+                self._tokenizer = llguidance.LLTokenizer(
+                    self._file.read_text(),
+                    n_vocab=self._vocab_size,
+                    eos_token=list(self._eos_ids) or None,
+                    slices=SLICES,
+                )
         return self._tokenizer
 
 

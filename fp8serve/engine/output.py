@@ -65,6 +65,8 @@ class RequestOutput:
     error: str | None = None  # one sentence, when finish_reason is "error"
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # of the prompt's tokens but the first; comes once
     timing: Timing | None = field(default=None, compare=False)  # with the first token, and with the last output
+    # with logprobs: how many characters each of token_ids has made certain, whether or not they may be shown yet
+    settled_chars: tuple[int, ...] = ()
 
     @property
     def is_cut_off(self) -> bool:
@@ -85,7 +87,8 @@ class RequestOutput:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "RequestOutput":
         values = known_fields(cls, data)
-        values["token_ids"] = tuple(values.get("token_ids", ()))
+        for name in ("token_ids", "settled_chars"):
+            values[name] = tuple(values.get(name, ()))
         for name in _LOGPROBS & values.keys():
             values[name] = tuple(_logprob_from_json(item) for item in values[name])
         if "timing" in values:

@@ -5,9 +5,11 @@ is completed first (the longest, if several are completed by the same character)
 the borders between tokens lie. No torch.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 from fp8serve.engine.sampling_params import SamplingParams
+from fp8serve.errors import TokenizerError
 
 
 class Decoding(Protocol):
@@ -28,22 +30,37 @@ class TextStream:
         self._unarmed = params.min_tokens  # tokens during which a stop string is ordinary text
         self._held = ""
         self.stopped: str | None = None
+        self.failure: str | None = None  # the sentence that says why the tokens cannot be decoded
+        self.settled = 0  # characters that the last token made certain
 
     def push(self, token_id: int) -> str:
         """The text that `token_id` makes certain."""
         self._unarmed -= 1
-        return self._pass(self._decoding.push(token_id)) if self._decoding else ""
+        delta = self._decoded(lambda decoding: decoding.push(token_id))
+        self.settled = len(delta)
+        return self._pass(delta)
 
     def end(self, token_id: int) -> str:
         """The rest of the text, when `token_id` ends the request."""
+        self.settled = 0
         return (self.push(token_id) if self._shows_end else "") + self.flush()
 
     def flush(self) -> str:
         """The rest of the text, when the request ends for another reason than a stop string."""
-        if self.stopped is not None or self._decoding is None:
+        if self.stopped is not None:
             return ""
-        text = self._pass(self._decoding.flush())
+        text = self._pass(self._decoded(lambda decoding: decoding.flush()))
         return text if self.stopped is not None else text + self._held
+
+    def _decoded(self, step: Callable[[Decoding], str]) -> str:
+        """What the decoder gives out; nothing more once it has failed."""
+        if self._decoding is None or self.failure is not None:
+            return ""
+        try:
+            return step(self._decoding)
+        except TokenizerError as error:
+            self.failure = str(error)
+            return ""
 
     def _pass(self, delta: str) -> str:
         self._held += delta

@@ -23,6 +23,7 @@ class Code(Enum):
     UNSUPPORTED_PARAMETER = "unsupported_parameter"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     TEMPLATE_ERROR = "template_error"
+    TOKENIZER_ERROR = "tokenizer_error"
     INVALID_API_KEY = "invalid_api_key"
     FORBIDDEN = "forbidden"
     ROUTE_NOT_FOUND = "route_not_found"
@@ -76,6 +77,7 @@ KINDS: dict[Code, Kind] = {
     Code.UNSUPPORTED_PARAMETER: _INVALID,
     Code.CONTEXT_LENGTH_EXCEEDED: _INVALID,
     Code.TEMPLATE_ERROR: Kind(400, 422, "invalid_request_error", "template_error"),
+    Code.TOKENIZER_ERROR: Kind(400, 422, "invalid_request_error", "validation"),
     Code.INVALID_API_KEY: Kind(401, 401, "authentication_error", "unauthorized"),
     Code.FORBIDDEN: Kind(403, 403, "permission_error", "unauthorized"),
     Code.ROUTE_NOT_FOUND: _MISSING,

@@ -20,6 +20,7 @@ from fp8serve.engine.request import EngineLimits, Request
 from fp8serve.errors import MachineError, ModelError, RequestError
 from fp8serve.model.text.chat import ChatTemplate
 from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.model.text.tokenizer_facts import TokenizerFacts
 from fp8serve.server.serving.served import Source
 
 EOS = 256
@@ -105,7 +106,8 @@ class FakeEngine:
             if not self.alive:
                 raise MachineError("The engine process ended.")
             token = prompt[i % len(prompt)]
-            text += decoder.push(token)
+            piece = decoder.push(token)
+            text += piece
             count, stop_reason = i + 1, None
             reason: FinishReason | None = "length" if i + 1 == params.max_new_tokens else None
             if hits := [s for s in params.stop if s in text]:
@@ -143,6 +145,7 @@ class FakeEngine:
                 stop_reason,
                 None,
                 of_prompt,
+                settled_chars=(len(piece),) if logprobs else (),
             )
             if reason:
                 return
@@ -244,7 +247,7 @@ class Launcher:
         self.problem: str | None = None
         self.held: bool | str = False
 
-    async def __call__(self, source: Source) -> tuple[FakeEngine, Tokenizer]:
+    async def __call__(self, source: Source) -> tuple[FakeEngine, TokenizerFacts]:
         await asyncio.sleep(self.load_seconds)
         while self.held is True or self.held == source.directory.name:
             await asyncio.sleep(0.005)
@@ -252,7 +255,7 @@ class Launcher:
             raise ModelError(problem)
         self.sources.append(source)
         self.engines.append(self.made_for.get(source.directory.name, self.make)())
-        return self.engines[-1], byte_tokenizer()
+        return self.engines[-1], TokenizerFacts.of(byte_tokenizer())
 
     @property
     def engine(self) -> FakeEngine:

@@ -7,6 +7,9 @@ token whose text was given out, and gives out the new text. Text that may still 
   * byte fallback (`<0xE4>` tokens): a run of byte tokens is decoded as a whole, all or nothing, so all of it is held
     until a token of another kind comes.
 The pieces then concatenate to exactly what `decode` gives for the whole, on any sequence of ids. No torch here.
+
+A failure of the library (library_failures.py) is a ModelError while the tokenizer is read, and a TokenizerError for a
+text or for tokens. How much text and time a token may cost is checked when the tokenizer is read (decoder_bound.py).
 """
 
 import re
@@ -17,9 +20,11 @@ from typing import Any
 
 import tokenizers
 
-from fp8serve.errors import ModelError, RequestError, one_line, shown
+from fp8serve.errors import ModelError, RequestError, TokenizerError, shown
 from fp8serve.model.storage.files import MAX_CARRIED_BYTES, present, read_optional_json, read_text
 from fp8serve.model.text.chat import NOTHING, ChatTemplate, Message
+from fp8serve.model.text.decoder_bound import check_decoder
+from fp8serve.model.text.library_failures import failure_as, library_failures
 from fp8serve.model.text.text_bound import TextBound, text_bound
 from fp8serve.model.text.turns import Markers, Span, assistant_spans
 
@@ -28,7 +33,9 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 MAX_TEMPLATE_BYTES = 4 * 1024 * 1024  # the longest published template has 20 KB
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_CANNOT_READ = "The model's tokenizer cannot read this text"
 _CHARS_PER_TOKEN, _MARGIN = 8, 64  # the most on average, for most texts; how far a cut may change the tokens before it
+_MAX_WINDOW, _SHORT_WINDOW = 256, 8  # tokens that a stream decodes at once, and what it goes back to
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -47,19 +54,21 @@ class Tokenizer:
         own_eos = _id_of(backend, special_tokens.get("eos_token"))
         self.eos_id: int | None = own_eos if own_eos is not None else next(iter(eos_ids), None)
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in (*eos_ids, self.eos_id) if i is not None))
-        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
-        self._bound: TextBound | None = text_bound(backend)
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        check_decoder(backend, list(vocabulary))
+        self.vocab_size: int = len(vocabulary)
+        self.bound: TextBound | None = text_bound(backend)
         added = backend.get_added_tokens_decoder()
         self.added_ids: dict[str, int] = {token.content: i for i, token in added.items()}
         self.special_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
         self._byte_level = b'"ByteLevel"' in backend.decoder.__getstate__() if backend.decoder else False
         ends = (backend.id_to_token(i) for i in self.eos_ids)
-        named = {t for t in special_tokens.values() if t in backend.get_vocab(with_added_tokens=True)}
+        named = {t for t in special_tokens.values() if t in vocabulary}
         self._markers = Markers(
             end=frozenset(t for t in ends if t),
             special=frozenset(t.content for t in added.values() if t.special) | named,
         )
-        self._byte_ids = frozenset(i for t, i in backend.get_vocab().items() if _BYTE_TOKEN.fullmatch(t))
+        self._byte_ids = frozenset(i for t, i in vocabulary.items() if _BYTE_TOKEN.fullmatch(t))
 
     @classmethod
     def from_dir(cls, model_dir: Path | str, today: date | None = None) -> "Tokenizer":
@@ -72,19 +81,17 @@ class Tokenizer:
         if not present(path):
             raise ModelError(lacks_tokenizer(model_dir))
         text = read_text(path, MAX_CARRIED_BYTES)
-        try:
-            backend = tokenizers.Tokenizer.from_str(text)
-        except Exception as e:  # the library raises plain Exception
-            raise ModelError(f"{path} is not a tokenizer that can be read: {one_line(e)}.") from None
-        backend.no_truncation()
-        backend.no_padding()
         config = read_optional_json(model_dir / "tokenizer_config.json")
         special = _special_tokens(read_optional_json(model_dir / "special_tokens_map.json") | config)
-        # As transformers does: a named special token counts as one even where tokenizer.json lists it as a plain word.
-        backend.add_special_tokens([t for t in special.values() if backend.token_to_id(t) is not None])
-        source = template_source(model_dir, config)
+        source, eos_ids = template_source(model_dir, config), _eos_ids(model_dir)
         template = ChatTemplate(source, special, today) if source else None
-        return cls(backend, special, template, _eos_ids(model_dir))
+        with library_failures(ModelError, f"{path} is not a tokenizer that can be read"):
+            backend = tokenizers.Tokenizer.from_str(text)
+            backend.no_truncation()
+            backend.no_padding()
+            # As transformers does: a named special token counts as one even where tokenizer.json lists it as a word.
+            backend.add_special_tokens([t for t in special.values() if backend.token_to_id(t) is not None])
+            return cls(backend, special, template, eos_ids)
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -112,7 +119,7 @@ class Tokenizer:
 
     def fewest_tokens(self, text: str) -> int:
         """A lower bound for the number of tokens of `text`, from its length alone; 0 if there is none."""
-        return 0 if self._bound is None else self._bound.fewest_tokens(text)
+        return 0 if self.bound is None else self.bound.fewest_tokens(text)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with the model's own BOS (or whatever its post-processor adds) unless told otherwise."""
@@ -125,15 +132,16 @@ class Tokenizer:
         """
         for part in (text, second or ""):
             _check_unicode(part)
-        if most is None:
-            encoding = self._backend.encode(text, second)
+        with library_failures(TokenizerError, _CANNOT_READ):
+            if most is None:
+                encoding = self._backend.encode(text, second)
+                return encoding.ids, encoding.type_ids
+            parts = [self._beginning(part, most, False) for part in (text, second) if part is not None]
+            room = max(0, most - self.special_count(is_pair=second is not None))
+            for found, kept in zip(parts, shares([len(found.ids) for found in parts], room), strict=True):
+                found.truncate(kept)
+            encoding = self._backend.post_process(parts[0], parts[1] if len(parts) > 1 else None)
             return encoding.ids, encoding.type_ids
-        parts = [self._beginning(part, most, False) for part in (text, second) if part is not None]
-        room = max(0, most - self.special_count(is_pair=second is not None))
-        for found, kept in zip(parts, shares([len(found.ids) for found in parts], room), strict=True):
-            found.truncate(kept)
-        encoding = self._backend.post_process(parts[0], parts[1] if len(parts) > 1 else None)
-        return encoding.ids, encoding.type_ids
 
     def special_count(self, *, is_pair: bool) -> int:
         """The number of tokens around a text, or around and between a pair of texts."""
@@ -153,8 +161,9 @@ class Tokenizer:
     def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> tuple[list[int], list[Span]]:
         """Ids and, for each, the characters [start, end) of `text` that it covers; (0, 0) for added ones."""
         _check_unicode(text)
-        encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
-        return encoding.ids, encoding.offsets
+        with library_failures(TokenizerError, _CANNOT_READ):
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            return encoding.ids, encoding.offsets
 
     def encode_beginning(
         self, text: str, tokens: int | None, add_special_tokens: bool = True
@@ -167,7 +176,8 @@ class Tokenizer:
         if tokens is None:
             return self.encode_with_offsets(text, add_special_tokens)
         _check_unicode(text)
-        found = self._beginning(text, tokens, add_special_tokens)
+        with library_failures(TokenizerError, _CANNOT_READ):
+            found = self._beginning(text, tokens, add_special_tokens)
         whole = len(found.ids) < tokens + _MARGIN
         return (found.ids, found.offsets) if whole else (found.ids[: tokens + 1], found.offsets[: tokens + 1])
 
@@ -183,12 +193,17 @@ class Tokenizer:
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; ids outside the vocabulary have none."""
-        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        try:
+            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        except OverflowError:  # no tokenizer has ids of more than 32 bits
+            return self.decode([i for i in ids if 0 <= i < 1 << 32], skip_special_tokens)
+        except BaseException as e:
+            raise failure_as(TokenizerError, "The model's tokenizer cannot write these tokens", e) from None
 
     def decode_known(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """As `decode`; RequestError names the first id that the tokenizer does not have."""
         for token_id in ids:
-            if self._backend.id_to_token(token_id) is None:
+            if not 0 <= token_id < 1 << 32 or self._backend.id_to_token(token_id) is None:
                 raise RequestError(f"The tokenizer has no token with the id {token_id}.")
         return self.decode(ids, skip_special_tokens)
 
@@ -290,6 +305,8 @@ class IncrementalDecoder:
         self._sent += len(new)
         if new and not unsettled:
             self._slide()
+        elif len(self._window) > _MAX_WINDOW:
+            self._shorten(text)
         return new
 
     def flush(self) -> str:
@@ -303,6 +320,14 @@ class IncrementalDecoder:
         del self._window[: self._context]
         self._context = len(self._window)
         self._sent = len(self._text())
+
+    def _shorten(self, text: str) -> None:
+        """Goes back to the last tokens if they decode to the end of `text`. A vocabulary without text, or with nothing
+        but halves of characters, would otherwise have all of an answer decoded for each of its tokens."""
+        last = self._window[-_SHORT_WINDOW:]
+        rest, held = self._tokenizer.decode(last, self._skip), len(text) - self._sent
+        if text.endswith(rest) and held <= len(rest):
+            self._window, self._context, self._sent = last, 0, len(rest) - held
 
     def _text(self) -> str:
         return self._tokenizer.decode(self._window, self._skip)

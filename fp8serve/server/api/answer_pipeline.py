@@ -27,7 +27,7 @@ from fp8serve.server.parsing.request_parser import Ids, Prompt, RequestParser
 from fp8serve.server.schemas.messages import Message
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.admission import Places
-from fp8serve.server.serving.generation import Generation
+from fp8serve.server.serving.generation import Echo, Generation
 from fp8serve.server.serving.served import Served
 
 JsonObject = dict[str, Any]
@@ -47,7 +47,8 @@ class ParsedRequest:
     `sampling` makes the parameters from the number of tokens for which the longest prompt leaves room. `variables`: for
     the chat template. `truncate`: how many tokens are kept of each prompt, the last ones. `choices`: answers to each
     prompt. `tools`: the JSON schema of each tool's arguments, for an error about a form that was made from them.
-    `fitted` adapts these parameters to the served weights and the prompts, or refuses with a Fault.
+    `fitted` adapts these parameters to the served weights and the end of the conversation, or refuses with a Fault.
+    `echo`: whether prompts are a part of the answer.
     """
 
     sampling: Callable[[int], SamplingParams]
@@ -57,7 +58,8 @@ class ParsedRequest:
     truncate: int | None = None
     choices: int = 1
     tools: dict[str, str] = field(default_factory=dict)
-    fitted: Callable[[Served, list[Ids], SamplingParams], SamplingParams] = lambda _served, _prompts, params: params
+    fitted: Callable[[Served, str, SamplingParams], SamplingParams] = lambda _served, _end, params: params
+    echo: bool = False
 
     @property
     def sequences(self) -> int:
@@ -145,14 +147,17 @@ async def _admit(body: Body, parse: Parse[Body], request: Request, state: Server
     state.parser.sizes(context).check(body)
     asked = parse(body)
     with served.lease(), _reserve(asked, served, state) as places:
-        prompts = await until_disconnect(request, _read(asked, served, state.parser))
-        params = asked.fitted(served, prompts, asked.sampling(context - max(map(len, prompts))))
+        prompts, end = await until_disconnect(request, _read(asked, served, state.parser))
+        params = asked.fitted(served, end, asked.sampling(context - max(map(len, prompts))))
         _check_prompt_logprobs(prompts, params, asked.choices, state.settings.limits.prompt_logprobs)
         await until_disconnect(request, _check_form(asked, params, state.parser))
+        echoes = await until_disconnect(request, _texts_of(asked, prompts, params, served, state.parser))
         visit: Visit = request.scope["visit"]
         visit.set_aside(sum(map(len, prompts)) + asked.sequences * params.max_new_tokens)
         who = request.scope["tenant"]
-        return state.generation(served, prompts, params, places, asked.choices, who, visit.usage)
+        generation = state.generation(served, prompts, params, places, asked.choices, who, visit.usage)
+        generation.prompt_end, generation.echoes = end, echoes
+        return generation
 
 
 def _reserve(asked: ParsedRequest, served: Served, state: ServerState) -> Places:
@@ -163,10 +168,21 @@ def _reserve(asked: ParsedRequest, served: Served, state: ServerState) -> Places
     return served.admission.reserve(asked.sequences)
 
 
-async def _read(asked: ParsedRequest, served: Served, parser: RequestParser) -> list[Ids]:
+async def _read(asked: ParsedRequest, served: Served, parser: RequestParser) -> tuple[list[Ids], str]:
+    """The prompts, and the text at the end of a conversation."""
     if asked.conversation is not None:
-        return [await parser.conversation(served, asked.conversation, asked.variables)]
-    return await parser.prompts(served, asked.prompts, asked.truncate)
+        ids, end = await parser.conversation(served, asked.conversation, asked.variables)
+        return [ids], end
+    return await parser.prompts(served, asked.prompts, asked.truncate), ""
+
+
+async def _texts_of(
+    asked: ParsedRequest, prompts: list[Ids], params: SamplingParams, served: Served, parser: RequestParser
+) -> list[Echo]:
+    """The prompts' texts if the answer has them; and sees to the texts of tokens if it has log-probabilities."""
+    if params.logprobs is not None or params.prompt_logprobs is not None:
+        await parser.need_token_texts(served)
+    return await parser.echoes(served, prompts, params.skip_special_tokens) if asked.echo else []
 
 
 def _check_prompt_logprobs(prompts: list[Ids], params: SamplingParams, choices: int, limit: int) -> None:

@@ -42,8 +42,9 @@ class Route:
 
 
 DOWN = (Code.STARTING, Code.ENGINE_DOWN, Code.MODEL_NOT_FOUND)
-GENERATION = (*DOWN, Code.QUEUE_FULL, Code.RATE_LIMITED, Code.REQUEST_CANCELLED, Code.GENERATION_FAILED)
-EMBEDDING = (*DOWN, Code.RATE_LIMITED, Code.CONTEXT_LENGTH_EXCEEDED)
+READING = (*DOWN, Code.TOKENIZER_ERROR)
+GENERATION = (*READING, Code.QUEUE_FULL, Code.RATE_LIMITED, Code.REQUEST_CANCELLED, Code.GENERATION_FAILED)
+EMBEDDING = (*READING, Code.RATE_LIMITED, Code.CONTEXT_LENGTH_EXCEEDED)
 JOB = (Code.JOB_NOT_FOUND,)
 SUBMISSION = (
     Code.MODEL_NOT_FOUND, Code.FILE_NOT_FOUND, Code.TRAINING_REFUSED, Code.QUEUE_FULL, Code.DRAINING, Code.DISK_FULL,
@@ -79,13 +80,13 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("post", "/generate"): Route(a.Generated, GENERATION, media=(EVENTS,)),
     ("post", "/generate_stream"): Route(None, GENERATION, media=(EVENTS,)),
     ("post", "/"): Route(a.Generated, GENERATION, media=(EVENTS,), many=True),
-    ("post", "/tokenize"): Route(a.Tokenized, (*DOWN, Code.RATE_LIMITED, Code.TEMPLATE_ERROR)),
-    ("post", "/detokenize"): Route(a.Detokenized, (*DOWN, Code.RATE_LIMITED)),
+    ("post", "/tokenize"): Route(a.Tokenized, (*READING, Code.RATE_LIMITED, Code.TEMPLATE_ERROR)),
+    ("post", "/detokenize"): Route(a.Detokenized, (*READING, Code.RATE_LIMITED)),
     ("post", "/v1/completions"): Route(a.Completion, GENERATION, media=(EVENTS,)),
     ("post", "/v1/chat/completions"): Route(a.ChatCompletion, (*GENERATION, Code.TEMPLATE_ERROR), media=(EVENTS,)),
     ("post", "/v1/responses"): Route(i.ItemResponse, (*GENERATION, Code.TEMPLATE_ERROR), media=(EVENTS,)),
     ("post", "/v1/messages"): Route(m.AnthropicMessage, (*GENERATION, Code.TEMPLATE_ERROR), media=(EVENTS,)),
-    ("post", "/v1/messages/count_tokens"): Route(m.TokenCount, (*DOWN, Code.TEMPLATE_ERROR)),
+    ("post", "/v1/messages/count_tokens"): Route(m.TokenCount, (*READING, Code.TEMPLATE_ERROR)),
     ("post", "/v1/embeddings"): Route(a.Vectors, EMBEDDING),
     ("post", "/v1/rerank"): Route(a.Ranking, EMBEDDING),
     ("post", "/v1/score"): Route(a.Scores, EMBEDDING),

@@ -1,7 +1,8 @@
 """Checks whether a job can train on its data, with the same code that calibration and the trainer use.
 
-Short files are read in a thread of the front, longer ones in a parser process. Only the front asks for the model's
-configuration: if transformers computes the model, reading it takes a further process, which a parser's limits forbid.
+A parser process tokenizes rows, and parses long files; short ones are parsed in a thread of the front. Only the front
+asks for the model's configuration: if transformers computes the model, reading it takes a further process, which a
+parser's limits forbid.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from fp8serve.server.schemas.finetune_bodies import FinetuneBody
 from fp8serve.server.serving.verification import MeasuredRow
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.memory import memory_estimate
-from fp8serve.train.validate import look_at_data, read_files, some_rows
+from fp8serve.train.validate import read_files
 
 log = logging.getLogger("fp8serve.server")
 
@@ -54,12 +55,8 @@ async def measured_rows(parser: RequestParser, config: TrainConfig) -> list[Meas
     has none; empty if they cannot be read. All tokens of a prompt without an answer count."""
     files = config.eval_data or config.data
     try:
-        if _is_short(files):
-            rows = await asyncio.to_thread(some_rows, config, files, MEASURED_TOKENS)
-            found = [(row.ids.tolist(), row.loss.tolist()) for row in rows]
-        else:
-            asked = {"config": config.to_json(), "files": list(files), "most": MEASURED_TOKENS}
-            found = json.loads(await parser.look_at_rows("some_rows", json.dumps(asked).encode()))
+        asked = {"config": config.to_json(), "files": list(files), "most": MEASURED_TOKENS}
+        found = json.loads(await parser.look_at_rows("some_rows", json.dumps(asked).encode()))
     except (Fp8ServeError, OSError) as error:
         log.warning("the rows of a job cannot be read, so its perplexity is not measured: %s", error)
         return []
@@ -82,14 +79,10 @@ async def _check_rows(parser: RequestParser, config: TrainConfig, files: Sequenc
 
 
 async def _report(parser: RequestParser, config: TrainConfig) -> dict[str, Any]:
-    if _is_short(config.data):
-        text = (await asyncio.to_thread(look_at_data, config)).to_json().encode()
-    else:
-        text = await parser.look_at_rows("dry_run", config.to_json().encode())
-    report: dict[str, Any] = json.loads(text)
+    report: dict[str, Any] = json.loads(await parser.look_at_rows("dry_run", config.to_json().encode()))
     return report
 
 
 def _is_short(files: Sequence[str]) -> bool:
-    """Whether the files can be read here. A compressed file cannot: its few bytes may become many."""
+    """Whether the files can be parsed here. A compressed file cannot: its few bytes may become many."""
     return all(map(is_lines, files)) and sum(Path(name).stat().st_size for name in files) <= SHORT

@@ -10,25 +10,29 @@ that is refused with 429 at once. A job whose caller goes away is given up, with
 import asyncio
 import contextlib
 import json
-import signal
 import socket
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from fp8serve import errors
-from fp8serve.errors import Fp8ServeError, MachineError
+from fp8serve.errors import MachineError
 from fp8serve.logs import LogFormat
+from fp8serve.model.text.limited_process import (
+    FRAME,
+    STATUS_SECONDS,
+    WAIT_SECONDS,
+    Answer,
+    Head,
+    error_of,
+    exhausted_by,
+    pack,
+)
 from fp8serve.processes import describe_exit, module_command, without_interrupts
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.parsing.parser_process import FRAME, Answer, Head, pack
 
 SHORT = 1 << 13
 """Characters or bytes that are read where they arrive."""
 COMMAND = module_command("fp8serve.server.parsing.parser_process")
-WAIT_SECONDS = 60.0
-"""Seconds beyond its processor time after which a parser process that does not answer counts as hung."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,9 @@ class ParserProcess:
         try:
             async with asyncio.timeout(WAIT_SECONDS + 10 * allowance.cpu):
                 answer, content = await self._exchange(frame)
-        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
+        except (asyncio.IncompleteReadError, ConnectionError):  # it has ended, and its status is about to come
+            raise _gone(head, await self.close(STATUS_SECONDS)) from None
+        except TimeoutError:
             raise _gone(head, await self.close()) from None
         except (ValueError, MemoryError, OverflowError, RecursionError) as error:
             await self.close()
@@ -68,7 +74,7 @@ class ParserProcess:
         if answer.pop("too_much", False):
             raise _too_much(head, "memory")
         if "error" in answer:
-            raise _error(answer)
+            raise error_of(answer)
         return answer, content
 
     async def _exchange(self, frame: bytes) -> Answer:
@@ -108,14 +114,14 @@ class ParserProcess:
                     writer.close()
         self._socket, self._reader, self._writer = ours, reader, writer
 
-    async def close(self) -> int | None:
-        """Ends the process; its exit status if it had ended before."""
+    async def close(self, patience: float = 0.2) -> int | None:
+        """Ends the process; its exit status if it has ended by itself, at most `patience` seconds from now."""
         process, self._process = self._process, None
         if process is None:
             return None
         self._writer.close()
         with contextlib.suppress(TimeoutError):  # it ends by itself if it is not busy
-            return await asyncio.wait_for(process.wait(), 0.2)
+            return await asyncio.wait_for(process.wait(), patience)
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
@@ -173,20 +179,12 @@ class ParserPool:
         await asyncio.gather(*(process.close() for process in self._all))
 
 
-def _error(answer: dict[str, Any]) -> Exception:
-    if answer["error"] == "OSError":
-        return OSError(answer["errno"], answer["message"])
-    found = getattr(errors, answer["error"], None)
-    kind = found if isinstance(found, type) and issubclass(found, Fp8ServeError) else RuntimeError
-    return kind(answer["message"])
-
-
 def _gone(head: Head, status: int | None) -> Exception:
     """The fault for a parser process that ended in the middle of a job, by its exit status; None: it did not answer."""
-    if status == -signal.SIGPROF:
-        return _too_much(head, "processor time")
-    if status in (-signal.SIGABRT, -signal.SIGKILL):  # the allocator gave up, or the kernel chose it
-        return _too_much(head, "memory")
+    if (name := exhausted_by(status)) is not None:
+        return _too_much(head, name)
+    if "directory" in head and status is not None:  # a tokenizer, or a template, that no limit has stopped
+        return Fault(Code.TOKENIZER_ERROR, "The model's tokenizer ended the process that read this text.")
     return MachineError(
         "The process that reads requests did not answer."
         if status is None

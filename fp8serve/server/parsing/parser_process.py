@@ -2,50 +2,26 @@
 Its one argument is the form of its log.
 
 Parsing, validating, rendering a template and tokenizing cost as much as a client cares to send, and hold Python's lock;
-here they hold nobody else's. A job is a frame on the socket that is this process's standard input (`frames` below), the
-answer another one. Before each job the limits that it names are set: processor seconds, after which the kernel ends
-this process, and memory beyond what is in use now. Templates are programs that came with a model: this is also their
-cage. Nothing is unpickled; this module imports no torch.
+here they hold nobody else's, and have limits (model/text/limited_process.py). Templates and tokenizers are programs
+that came with a model: of a server's processes only these run them, and the engine, which decodes. This module imports
+no torch.
 """
 
 import importlib
 import json
-import logging
-import resource
-import signal
-import socket
-import struct
 import sys
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from fp8serve import logs
-from fp8serve.errors import Fp8ServeError
-from fp8serve.model.storage.heap import address_space
+from fp8serve.model.text.limited_process import Answer, Head, Jobs, allow, serve
 from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.model.text.tokenizer_facts import TokenTable
 from fp8serve.server.parsing.texts import Asked, read_text
 
-log = logging.getLogger("fp8serve.server.parsing")
-
-FRAME = struct.Struct("!QQ")  # bytes of the JSON head, bytes of the body behind it
-Head = dict[str, Any]
-Answer = tuple[Head, bytes]
-
-
-def pack(head: Head, body: bytes = b"") -> bytes:
-    """One frame: a JSON object and some bytes."""
-    text = json.dumps(head, separators=(",", ":")).encode()
-    return FRAME.pack(len(text), len(body)) + text + body
-
-
-def _receive(stream: BinaryIO) -> Answer | None:
-    sizes = stream.read(FRAME.size)
-    if len(sizes) < FRAME.size:
-        return None
-    head, body = FRAME.unpack(sizes)
-    return json.loads(stream.read(head)), stream.read(body)
+SHOWN_TOKENS = 16
+"""Tokens at the end of a conversation that may hold the mark with which reasoning begins."""
 
 
 # -- jobs --------------------------------------------------------------------------------------------------------------
@@ -73,14 +49,15 @@ def _encode(head: Head, body: bytes) -> Answer:
 def _pairs(head: Head, body: bytes) -> Answer:
     tokenizer, texts = _tokenizer(head["directory"]), iter(split(head, body))
     pairs = zip(texts, texts, head["forms"], strict=True)
-    around = head["around"]
-    asked = (Asked(one, None if single else two, most, cut, around) for one, two, (single, most, cut) in pairs)
+    around, before = head["around"], head["before"]
+    asked = (Asked(one, None if single else two, most, cut, around, before) for one, two, (single, most, cut) in pairs)
     return {"pairs": [read_text(tokenizer, each) for each in asked]}, b""
 
 
 def _chat(head: Head, body: bytes) -> Answer:
     tokenizer = _tokenizer(head["directory"])
-    return {"prompts": [_ids(tokenizer, _render(tokenizer, head, body), head | {"special": False})]}, b""
+    prompt = _ids(tokenizer, _render(tokenizer, head, body), head | {"special": False})
+    return {"prompts": [prompt], "end": tokenizer.decode(prompt["ids"][-SHOWN_TOKENS:], False)}, b""
 
 
 def _count(head: Head, body: bytes) -> Answer:
@@ -91,9 +68,9 @@ def _count(head: Head, body: bytes) -> Answer:
 
 def _render(tokenizer: Tokenizer, head: Head, body: bytes) -> str:
     """The template writes BOS itself where the model wants one: its text is encoded without."""
-    _allow(head["template_cpu"])
+    allow(head["template_cpu"])
     text = tokenizer.chat(json.loads(body), head["prompted"], head["variables"])
-    _allow(head["cpu"])
+    allow(head["cpu"])
     return text
 
 
@@ -119,6 +96,21 @@ def _tokenize(head: Head, body: bytes) -> Answer:
 def _detokenize(head: Head, body: bytes) -> Answer:
     text = _tokenizer(head["directory"]).decode_known(json.loads(body), head["skip"])
     return {}, json.dumps({"prompt": text}, separators=(",", ":")).encode()
+
+
+def _echo(head: Head, body: bytes) -> Answer:
+    """For each prompt how many characters of its text each of its tokens makes certain; and the texts."""
+    tokenizer, texts, lengths = _tokenizer(head["directory"]), list[str](), []
+    for ids in json.loads(body):
+        decoder = tokenizer.stream(head["skip"])
+        pieces = [decoder.push(token_id) for token_id in ids]
+        lengths.append([len(piece) for piece in pieces])
+        texts.append("".join([*pieces, decoder.flush()]))
+    return {}, json.dumps([texts, lengths]).encode()
+
+
+def _table(head: Head, body: bytes) -> Answer:
+    return {}, TokenTable.written(_tokenizer(head["directory"]), head["size"])
 
 
 def _form(head: Head, body: bytes) -> Answer:
@@ -206,13 +198,15 @@ def _some_rows(head: Head, body: bytes) -> Answer:
     return {}, json.dumps([[row.ids.tolist(), row.loss.tolist()] for row in rows]).encode()
 
 
-JOBS: dict[str, Callable[[Head, bytes], Answer]] = {
+JOBS: Jobs = {
     "encode": _encode,
     "pairs": _pairs,
     "chat": _chat,
     "count": _count,
     "tokenize": _tokenize,
     "detokenize": _detokenize,
+    "echo": _echo,
+    "table": _table,
     "form": _form,
     "check": _check,
     "dry_run": _dry_run,
@@ -221,52 +215,14 @@ JOBS: dict[str, Callable[[Head, bytes], Answer]] = {
 }
 
 
-# -- limits ------------------------------------------------------------------------------------------------------------
-
-
-def _limit(head: Head) -> None:
-    """From now on the kernel ends this process after `cpu` seconds of work, and refuses it `memory` more bytes."""
-    _allow(head["cpu"])
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    if (used := address_space()) is not None:
-        wanted = used + head["memory"]
-        resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
-
-
-def _allow(seconds: float) -> None:
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-
-
-def perform(head: Head, body: bytes) -> bytes:
-    """The answer to one job, an error of ours as its class and sentence."""
-    try:
-        if "directory" in head:
-            _tokenizer(head["directory"])  # reading it is no part of the job
-        before = address_space()
-        _limit(head)
-        answer, content = JOBS[head["op"]](head, body)
-        grown = before is not None and (address_space() or 0) - before > head["memory"] // 4
-        return pack(answer | ({"last": True} if grown else {}), content)
-    except Fp8ServeError as error:
-        return pack({"error": type(error).__name__, "message": str(error)})
-    except OSError as error:
-        return pack({"error": "OSError", "errno": error.errno or 0, "message": error.strerror or str(error)})
-    except MemoryError:
-        return pack({"too_much": True, "last": True})
-    except Exception as error:  # a mistake of ours: the log has it, the front answers 500
-        log.exception("a parser process failed")
-        return pack({"error": "RuntimeError", "message": f"A parser process failed: {type(error).__name__}."})
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+def _prepare(head: Head) -> None:
+    if "directory" in head:
+        _tokenizer(head["directory"])  # reading it is no part of the job
 
 
 def main(form: logs.LogFormat = "plain") -> int:
     logs.configure(form, "parser")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with socket.socket(fileno=0) as connection, connection.makefile("rb") as jobs:
-        while (job := _receive(jobs)) is not None:
-            connection.sendall(perform(*job))
+    serve(JOBS, _prepare)
     return 0
 
 

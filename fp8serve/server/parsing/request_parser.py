@@ -12,13 +12,15 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 
-from fp8serve.errors import Fp8ServeError, MachineError
+from fp8serve.errors import Fp8ServeError, MachineError, TokenizerError
 from fp8serve.logs import LogFormat
+from fp8serve.model.text.tokenizer_facts import TokenTable
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.parsing.parser_pool import SHORT, Allowance, ParserPool
+from fp8serve.server.parsing.parser_pool import Allowance, ParserPool
 from fp8serve.server.parsing.sizes import Sizes, too_long
-from fp8serve.server.parsing.texts import Asked, Read, read_text
+from fp8serve.server.parsing.texts import Asked, Read
 from fp8serve.server.schemas.messages import Message, plain_messages
+from fp8serve.server.serving.generation import Echo
 from fp8serve.server.serving.served import Served
 from fp8serve.server.settings import ServerLimits
 
@@ -33,6 +35,7 @@ class RequestParser:
     def __init__(self, limits: ServerLimits, log_format: LogFormat = "plain") -> None:
         self.pool = ParserPool(limits.reading_bytes, log_format)
         self.limits = limits
+        self._tables = asyncio.Lock()
         self._good_forms: dict[bytes, None] = {}  # read recently, the oldest first
         self.allowance = Allowance(limits.reading_seconds, limits.reading_memory)
 
@@ -41,18 +44,15 @@ class RequestParser:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         for text in texts if cut is None else ():
             check_fit(served, served.tokenizer.fewest_tokens(text), "at least ")
-        if sum(map(len, texts)) <= SHORT:
-            read = [_kept(ids, cut) for ids in await asyncio.to_thread(_encode_all, served, texts)]
-        else:
-            read = await self._read_long(served, texts, cut)
-        found = iter(read)
+        found = iter(await self._encode(served, texts, cut) if texts else [])
         all_ids = [next(found) if isinstance(prompt, str) else _kept(prompt, cut) for prompt in prompts]
         for ids in all_ids:
             check_fit(served, len(ids))
         return [tuple(ids) for ids in all_ids]
 
     async def texts(self, served: Served, asked: Sequence[Asked]) -> list[Read]:
-        """The token ids of each text, or pair of texts, and for each id its text; `around` is the same for all.
+        """The token ids of each text, or pair of texts, and for each id its text; all have the same `around` and
+        `before`.
 
         Fault: one is too long, or has no tokens.
         """
@@ -60,26 +60,43 @@ class RequestParser:
         for one in asked:
             least = sum(map(served.tokenizer.fewest_tokens, (one.first, one.second or "")))
             check_fit(served, 0 if one.is_cut else least, "at least ")
-        if sum(map(len, texts)) <= SHORT:
-            read = await asyncio.to_thread(lambda: [read_text(served.tokenizer, one) for one in asked])
-        else:
-            pieces = [text.encode() for text in texts]
-            forms = [(one.second is None, one.most, one.document) for one in asked]
-            head = {"op": "pairs", "lengths": [len(p) for p in pieces], "forms": forms, "around": asked[0].around}
-            read = (await self._ask(served, head, b"".join(pieces)))[0]["pairs"]
+        pieces = [text.encode() for text in texts]
+        head = {
+            "op": "pairs",
+            "lengths": [len(piece) for piece in pieces],
+            "forms": [(one.second is None, one.most, one.document) for one in asked],
+            "around": asked[0].around,
+            "before": asked[0].before,
+        }
+        read = (await self._ask(served, head, b"".join(pieces)))[0]["pairs"]
         for ids, _ in read:
             check_fit(served, len(ids))
         return [(ids, segments) for ids, segments in read]
 
-    async def _read_long(self, served: Served, texts: list[str], cut: int | None) -> list[list[int]]:
+    async def _encode(self, served: Served, texts: list[str], cut: int | None) -> list[list[int]]:
         pieces = [text.encode() for text in texts]
         head = {"op": "encode", "lengths": [len(p) for p in pieces], "special": True, "keep": cut}
         return await self._ids(served, head, b"".join(pieces))
 
-    async def conversation(self, served: Served, messages: list[Message], variables: dict[str, Any]) -> Ids:
-        """The conversation through the model's own template. Fault when it has none, or refuses the messages."""
+    async def conversation(self, served: Served, messages: list[Message], variables: dict[str, Any]) -> tuple[Ids, str]:
+        """The conversation through the model's own template, and the text of its last tokens. Fault when the model has
+        no template, or it refuses the messages."""
         head = {"op": "chat", "prompted": True, "variables": variables, "keep": None}
-        return tuple((await self._ids(served, head, plain(messages)))[0])
+        answer, _ = await self._ask(served, head, plain(messages))
+        return tuple(_fitting(served, answer["prompts"])[0]), answer["end"]
+
+    async def echoes(self, served: Served, prompts: Sequence[Ids], skip_special: bool) -> list[Echo]:
+        """The texts of prompts, with or without special tokens."""
+        head = {"op": "echo", "skip": skip_special}
+        texts, lengths = json.loads(await self.render(served, head, json.dumps(prompts).encode()))
+        return list(map(Echo, texts, lengths))
+
+    async def need_token_texts(self, served: Served) -> None:
+        """Has the texts of all tokens written down in `served.tokenizer.table`, if they are not yet."""
+        async with self._tables:
+            if served.tokenizer.table is None:
+                head = {"op": "table", "size": served.engine.limits.vocab_size}
+                served.tokenizer.table = TokenTable(await self.render(served, head, b""))
 
     async def count(self, served: Served, messages: list[Message], variables: dict[str, Any]) -> int:
         """How many tokens the conversation has, even if they are more than the context holds."""
@@ -96,9 +113,7 @@ class RequestParser:
 
     async def _ids(self, served: Served, head: dict[str, Any], body: bytes) -> list[list[int]]:
         answer, _ = await self._ask(served, head, body)
-        for prompt in answer["prompts"]:
-            check_fit(served, prompt["count"], "" if prompt["exact"] else "at least ")
-        return [prompt["ids"] for prompt in answer["prompts"]]
+        return _fitting(served, answer["prompts"])
 
     async def render(self, served: Served, head: dict[str, Any], body: bytes) -> bytes:
         """The JSON that a parser process answers with."""
@@ -114,7 +129,11 @@ class RequestParser:
             return await self.pool.read(head | place, body, self.allowance)
         except MachineError:
             raise
+        except TokenizerError as error:
+            raise Fault(Code.TOKENIZER_ERROR, str(error)) from None
         except Fp8ServeError as error:
+            if "variables" not in head:
+                raise Fault(Code.INVALID_PARAMETER, str(error)) from None
             raise Fault(Code.TEMPLATE_ERROR, str(error), param="messages") from None
 
     def sizes(self, context: int) -> Sizes:
@@ -158,8 +177,11 @@ def plain(messages: list[Message]) -> bytes:
     return json.dumps(plain_messages(messages), ensure_ascii=False).encode()
 
 
-def _encode_all(served: Served, texts: list[str]) -> list[list[int]]:
-    return [served.tokenizer.encode(text) for text in texts]
+def _fitting(served: Served, prompts: list[dict[str, Any]]) -> list[list[int]]:
+    """The ids of prompts that a parser process has read. Fault: one is too long."""
+    for prompt in prompts:
+        check_fit(served, prompt["count"], "" if prompt["exact"] else "at least ")
+    return [prompt["ids"] for prompt in prompts]
 
 
 def _kept(ids: list[int], cut: int | None) -> list[int]:

@@ -15,13 +15,15 @@ Read = tuple[list[int], list[int]]  # ids, and 0 or 1 for each: its text in a pa
 @dataclass(frozen=True)
 class Asked:
     """most: tokens to read in all; None: no limit. document: tokens of the second text, or of the only one, before
-    that. around: the texts before a pair, between its texts and after them."""
+    that. before: the beginning of the only text that does not count as document. around: the texts before a pair,
+    between its texts and after them."""
 
     first: str
     second: str | None = None
     most: int | None = None
     document: int | None = None
     around: Sequence[str] | None = None
+    before: str = ""
 
     @property
     def is_cut(self) -> bool:
@@ -32,7 +34,8 @@ def read_text(tokenizer: Tokenizer, asked: Asked) -> Read:
     """The ids. They may be more than the model reads, if nothing is to be cut or a prompt leaves no room."""
     first, second = asked.first, asked.second
     if asked.document is not None and second is None:
-        first = tokenizer.beginning(first, asked.document)
+        prompt = tokenizer.encode(asked.before, add_special_tokens=False) if asked.before else []
+        first = tokenizer.beginning(first, asked.document + len(prompt))
     elif asked.document is not None and second is not None:
         second = tokenizer.beginning(second, asked.document)
     if second is None or asked.around is None:

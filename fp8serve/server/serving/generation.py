@@ -11,13 +11,13 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
-from fp8serve.errors import Fp8ServeError, RequestError
+from fp8serve.errors import Fp8ServeError, RequestError, TokenizerError
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.metrics import ModelMetrics
 from fp8serve.server.serving.admission import Outcome, Places, Ticket
@@ -28,8 +28,19 @@ Item = tuple[int, RequestOutput] | Fault
 State = Literal["queued", "prefill", "decode"]
 
 
+@dataclass(frozen=True)
+class Echo:
+    """A prompt as a client sees it: its text, and how many characters of it each of its tokens makes certain."""
+
+    text: str
+    lengths: list[int]
+
+
 class Generation:
-    """Admitted requests of one HTTP request. Use `outputs` once; it closes everything behind itself."""
+    """Admitted requests of one HTTP request. Use `outputs` once; it closes everything behind itself.
+
+    prompt_end: the text of the last tokens of a conversation. echoes: of all prompts, if they are a part of the answer.
+    """
 
     def __init__(
         self,
@@ -46,6 +57,8 @@ class Generation:
         self.started = time.perf_counter()
         self.seconds = seconds
         self.usage = usage
+        self.prompt_end = ""
+        self.echoes: list[Echo] = []
         self._pumps: list[asyncio.Task[None]] = []
         self._queue: asyncio.Queue[Item] = asyncio.Queue()
         self._answers = [Answer(request) for request in requests]
@@ -154,6 +167,9 @@ class Generation:
         except RequestError as error:  # the form turned out to be too complex
             outcome = "failed"
             self._queue.put_nowait(Fault(Code.INVALID_PARAMETER, str(error)))
+        except TokenizerError as error:
+            outcome = "failed"
+            self._queue.put_nowait(Fault(Code.TOKENIZER_ERROR, str(error)))
         except (Fp8ServeError, OSError, EOFError) as error:
             outcome = "failed"
             self._queue.put_nowait(

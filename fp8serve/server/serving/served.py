@@ -1,4 +1,4 @@
-"""Weights that can be served, and weights that are: a directory, its engine process, and its tokenizer."""
+"""Weights that can be served, and weights that are: a directory, its engine process, and facts about its tokenizer."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,8 @@ from fp8serve.errors import ModelError
 from fp8serve.logs import LogFormat
 from fp8serve.model.config.either import check_any_config
 from fp8serve.model.storage.opening import open_member
-from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.model.text.text_process import describe
+from fp8serve.model.text.tokenizer_facts import TokenizerFacts
 from fp8serve.server.answers.choice import AnswerFormat
 from fp8serve.server.serving.admission import Admission
 from fp8serve.server.serving.heartbeat import HeartbeatMonitor
@@ -82,7 +83,7 @@ class Served:
 
     source: Source
     engine: EngineHandle
-    tokenizer: Tokenizer
+    tokenizer: TokenizerFacts
     admission: Admission
     weight_version: str
     answers: AnswerFormat = PLAIN
@@ -107,15 +108,16 @@ class Served:
                 self.free.set()
 
 
-Launch = Callable[[Source], Awaitable[tuple[EngineHandle, Tokenizer]]]
+Launch = Callable[[Source], Awaitable[tuple[EngineHandle, TokenizerFacts]]]
 
 
-async def launch(source: Source, log_format: LogFormat = "plain") -> tuple[EngineHandle, Tokenizer]:
-    """Starts an engine process and reads the tokenizer. Raises Fp8ServeError when either is impossible."""
+async def launch(source: Source, log_format: LogFormat = "plain") -> tuple[EngineHandle, TokenizerFacts]:
+    """Has the tokenizer read under limits, then starts an engine process. Raises Fp8ServeError when either is
+    impossible."""
     await asyncio.to_thread(check_any_config, source.directory)  # the clearest error for a bad directory
     size = sum(file.stat().st_size for file in source.directory.glob("*.safetensors") if file.is_file())
     log.info("loading %s (%.1f GiB) on %s", source.model_id, size / 2**30, source.options.device)
-    tokenizer = await asyncio.to_thread(Tokenizer.from_dir, source.directory)
+    tokenizer = await asyncio.to_thread(describe, source.directory)
     return await EngineClient.start(source.directory, source.options, log_format), tokenizer
 
 

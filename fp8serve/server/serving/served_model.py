@@ -341,7 +341,7 @@ class ServedModel:
             raise MachineError(f"The weights were not ready within {self.deadlines.load:g} seconds.") from None
         except OSError as error:
             raise MachineError(f"The weights cannot be read: {error.strerror}.") from None
-        answers = choose(tokenizer.template_text, tokenizer.takes_tools, source.readers)
+        answers = choose(tokenizer.template, tokenizer.takes_tools, source.readers)
         return Served(source, engine, tokenizer, self.admission, f"{source.key}-{version}", answers)
 
     async def _load_adapters(self, engine: EngineHandle) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 from fp8serve.model.text.chat import ChatTemplate
 from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.model.text.tokenizer_facts import TokenizerFacts
 from tests.server.fakes import FakeEngine, Launcher, byte_backend
 
 LAST = "{% if tools %}{% endif %}{{ messages[-1].content }}"
@@ -14,9 +15,9 @@ CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_cal
 class EchoLauncher(Launcher):
     """Its models' template is the last message alone, and the engine repeats its prompt."""
 
-    async def __call__(self, source: Any) -> tuple[FakeEngine, Tokenizer]:
+    async def __call__(self, source: Any) -> tuple[FakeEngine, TokenizerFacts]:
         engine, _ = await super().__call__(source)
-        return engine, Tokenizer(byte_backend(), {"eos_token": "<eos>"}, ChatTemplate(LAST, {}))
+        return engine, TokenizerFacts.of(Tokenizer(byte_backend(), {"eos_token": "<eos>"}, ChatTemplate(LAST, {})))
 
 
 def echo(directory: Any) -> EchoLauncher:

@@ -8,6 +8,7 @@ import pytest
 from fp8serve.engine.output import RequestOutput, TokenLogprob
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.model.text.tokenizer_facts import TokenizerFacts, TokenTable
 from fp8serve.server.api.openai.logprobs import LogprobStream, Placed, chat_logprobs, text_logprobs
 from tests.model.oracle import byte_fallback
 from tests.server.conftest import Server, Start
@@ -19,7 +20,7 @@ SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
 def output(text: str, token: int, top: tuple[int, ...] = (), **more: Any) -> RequestOutput:
     tops = tuple((i, -1.0 - n) for n, i in enumerate(top))
-    return RequestOutput("r", text, (token,), (TokenLogprob(token, -0.5, tops),), **more)
+    return RequestOutput("r", text, (token,), (TokenLogprob(token, -0.5, tops),), settled_chars=(len(text),), **more)
 
 
 async def completion(server: Server, **ask: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -70,14 +71,22 @@ async def test_parts_of_characters_are_told_apart(start: Start) -> None:
         assert whole["logprobs"]["text_offset"] == [0, 0]
 
 
-def placed(tokenizer: Tokenizer, *outputs: RequestOutput) -> list[Placed]:
+def facts(tokenizer: Tokenizer) -> TokenizerFacts:
+    """With the texts of all tokens."""
+    found = TokenizerFacts.of(tokenizer)
+    found.table = TokenTable(TokenTable.written(tokenizer, tokenizer.vocab_size))
+    return found
+
+
+def placed(tokenizer: TokenizerFacts, *outputs: RequestOutput) -> list[Placed]:
     stream = LogprobStream(tokenizer, SamplingParams())
     return [item for one in outputs for item in stream.take(one)]
 
 
 def test_alternatives_of_equal_text_are_all_kept() -> None:
-    tokenizer = Tokenizer(byte_fallback(), SPECIAL, None)
-    plain, byte, marked = (tokenizer._backend.token_to_id(piece) for piece in ("a", "<0x61>", "▁a"))
+    backend = byte_fallback()
+    tokenizer = facts(Tokenizer(backend, SPECIAL, None))
+    plain, byte, marked = (backend.token_to_id(piece) for piece in ("a", "<0x61>", "▁a"))
     at_start = placed(tokenizer, output("a", plain, (plain, byte, marked), finish_reason="length"))
     assert text_logprobs(at_start, tokenizer)["top_logprobs"] == [
         {"a": -1.0, f"token_id:{byte}": -2.0, f"token_id:{marked}": -3.0}
@@ -88,7 +97,7 @@ def test_alternatives_of_equal_text_are_all_kept() -> None:
 
 
 def test_the_token_that_ends_the_text_has_no_bytes() -> None:
-    tokenizer = byte_tokenizer()
+    tokenizer = facts(byte_tokenizer())
     for ending in ({"stop_reason": None}, {"stop_reason": 256}):
         found = placed(tokenizer, output("A", 32), output("", 256, finish_reason="stop", **ending))
         content = chat_logprobs(found, tokenizer)["content"]

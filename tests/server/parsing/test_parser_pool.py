@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from fp8serve.errors import MachineError
+from fp8serve.server.faults import KINDS, Fault
 from fp8serve.server.parsing.parser_pool import Allowance, ParserProcess
 from fp8serve.train.config import TrainConfig
 from tests.patience import until
+from tests.server.fakes import model_dir
 
 ALLOWED = Allowance(cpu=60.0, memory=2**34)
 
@@ -80,7 +82,7 @@ async def test_an_answer_that_cannot_be_read_is_an_error_with_a_sentence(
     frame: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = (
-        "import socket; from fp8serve.server.parsing.parser_process import FRAME, pack\n"
+        "import socket; from fp8serve.model.text.limited_process import FRAME, pack\n"
         f"peer = socket.socket(fileno=0); peer.recv(99); peer.sendall({frame})"
     )
     process = ParserProcess()
@@ -88,3 +90,29 @@ async def test_an_answer_that_cannot_be_read_is_an_error_with_a_sentence(
     with pytest.raises(MachineError, match=r"gave no valid answer|ended \(exit status 0\)"):
         await process.perform({"op": "rows"}, b"", ALLOWED)
     assert process._process is None
+
+
+@pytest.mark.parametrize(("number", "message"), [(signal.SIGSEGV, "tokenizer ended"), (signal.SIGABRT, "more memory")])
+def test_a_process_that_dies_of_a_tokenizer_is_the_requests_fault(number: int, message: str, tmp_path: Path) -> None:
+    """Whatever ends it; and the next job is done."""
+    directory = str(model_dir(tmp_path))
+    head = {"op": "encode", "directory": directory, "lengths": [1], "special": True, "keep": None, "most": 10}
+
+    async def killed_within_a_job() -> None:
+        process = ParserProcess()
+        assert (await process.perform(head, b"a", ALLOWED))[0]["prompts"][0]["count"] == 1
+        assert process._process is not None
+        pid = process._process.pid
+        os.kill(pid, signal.SIGSTOP)
+        until(lambda: state_of(pid) == "T")
+        job = asyncio.create_task(process.perform(head, b"a", ALLOWED))
+        await asyncio.sleep(0)
+        os.kill(pid, number)
+        os.kill(pid, signal.SIGCONT)
+        with pytest.raises(Fault, match=message) as caught:
+            await job
+        assert KINDS[caught.value.code].v1 == 400
+        assert (await process.perform(head, b"a", ALLOWED))[0]["prompts"][0]["count"] == 1
+        await process.close()
+
+    asyncio.run(killed_within_a_job())

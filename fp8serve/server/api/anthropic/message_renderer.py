@@ -29,7 +29,7 @@ class MessageRenderer(Renderer[list[Change]]):
         super().__init__(generation)
         self._model = body.model or generation.served.source.model_id
         self._request_id, self._limit = request_id, body.max_tokens
-        self._passages = Passages(answer_reader(body, generation, generation.requests[0]))
+        self._passages = Passages(answer_reader(body, generation))
         self._new_id = partial(call_id, body, generation.served, "toolu")
         self._started = False
 

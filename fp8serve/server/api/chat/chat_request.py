@@ -9,7 +9,6 @@ from pydantic import ValidationError
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.server.api.answer_pipeline import ParsedRequest
 from fp8serve.server.api.chat.tool_requests import fit, schemas_of
-from fp8serve.server.parsing.request_parser import Ids
 from fp8serve.server.schemas.openai_bodies import ChatBody
 from fp8serve.server.schemas.tools import plain_tools
 from fp8serve.server.serving.served import Served
@@ -21,8 +20,8 @@ def parse_chat(body: ChatBody) -> ParsedRequest:
     def sampling(room: int) -> SamplingParams:
         return body.params(body.token_limit or max(1, room))
 
-    def fitted(served: Served, prompts: list[Ids], params: SamplingParams) -> SamplingParams:
-        return fit(served, body, prompts[0], params)
+    def fitted(served: Served, end: str, params: SamplingParams) -> SamplingParams:
+        return fit(served, body, end, params)
 
     return ParsedRequest(
         sampling,

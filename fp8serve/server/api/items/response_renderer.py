@@ -31,7 +31,7 @@ class ResponseRenderer(Renderer[list[Change]]):
         super().__init__(generation)
         self._created = int(time.time())
         self._asked = asked_for(asked, generation.requests[0].params, body.model or generation.served.source.model_id)
-        self._passages = Passages(answer_reader(body, generation, generation.requests[0]))
+        self._passages = Passages(answer_reader(body, generation))
         self._new_id = partial(call_id, body, generation.served, "call")
         self._call_ids: list[str] = []
         self._sent = 0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8serve.engine.output import RequestOutput, TokenLogprob
-from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.model.text.tokenizer_facts import TokenizerFacts
 from fp8serve.server.api.answer_pipeline import JsonObject, Renderer
 from fp8serve.server.api.wire import finite
 from fp8serve.server.faults import Fault
@@ -123,7 +123,7 @@ class NativeRenderer(Renderer[NewTokens]):
         """The prompt's tokens; the first has no log-probability."""
         tokenizer, first = self.generation.served.tokenizer, self.generation.requests[0].prompt_token_ids[0]
         tokens = [(first, None), *((item.token_id, item) for item in found)]
-        return [_token(tokenizer, token_id, tokenizer.token_text(token_id), item) for token_id, item in tokens]
+        return [_token(tokenizer, token_id, tokenizer.texts.text(token_id), item) for token_id, item in tokens]
 
     def _origin(self) -> dict[str, str]:
         served = self.generation.served
@@ -137,14 +137,14 @@ class ListRenderer(NativeRenderer):
         return [super().whole()]
 
 
-def _token(tokenizer: Tokenizer, token_id: int, text: str, logprob: TokenLogprob | None) -> JsonObject:
+def _token(tokenizer: TokenizerFacts, token_id: int, text: str, logprob: TokenLogprob | None) -> JsonObject:
     value = None if logprob is None else finite(logprob.logprob)
     return {"id": token_id, "text": text, "logprob": value, "special": token_id in tokenizer.special_ids}
 
 
-def _top(tokenizer: Tokenizer, logprob: TokenLogprob) -> list[JsonObject]:
+def _top(tokenizer: TokenizerFacts, logprob: TokenLogprob) -> list[JsonObject]:
     return [
-        {"id": i, "text": tokenizer.token_text(i), "logprob": finite(p), "special": i in tokenizer.special_ids}
+        {"id": i, "text": tokenizer.texts.text(i), "logprob": finite(p), "special": i in tokenizer.special_ids}
         for i, p in logprob.top
     ]
 

@@ -22,7 +22,6 @@ from fp8serve.server.api.openai.logprobs import (
     chat_logprobs,
     placed_prompt,
     prompt_table,
-    prompt_text,
     text_logprobs,
 )
 from fp8serve.server.faults import Fault
@@ -138,10 +137,10 @@ class TextRenderer(CompletionRenderer):
         self._shows_logprobs = body.logprobs is not None
         self._shows_prompt = bool(body.echo) and self._shows_logprobs
         self._top = body.logprobs or 0
-        self._echoes = [request.prompt_token_ids for request in generation.requests] if body.echo else []
+        self._echoes = [echo for echo in generation.echoes for _ in range(generation.n)]
         self._unsaid = set(range(len(self._echoes)))  # prompts that are still to be streamed
-        for ids, choice in zip(self._echoes, self.choices, strict=False):
-            choice.text = prompt_text(ids, self.tokenizer, self.params)
+        for echo, choice in zip(self._echoes, self.choices, strict=False):
+            choice.text = echo.text
             choice.stream = LogprobStream(self.tokenizer, self.params, len(choice.text))
 
     def add(self, index: int, output: RequestOutput) -> list[Placed]:
@@ -167,16 +166,17 @@ class TextRenderer(CompletionRenderer):
 
     def _echo(self, index: int, output: RequestOutput) -> JsonObject:
         """The prompt as a part of a stream."""
-        ids = self._echoes[index]
         placed = None
         if output.prompt_logprobs is not None:
             placed = self._placed(index, output.prompt_logprobs)
-        text, rest = prompt_text(ids, self.tokenizer, self.params), {"finish_reason": None, "stop_reason": None}
+        text, rest = self._echoes[index].text, {"finish_reason": None, "stop_reason": None}
         return {"index": index, "text": text, "logprobs": self._logprobs(placed), **rest}
 
     def _placed(self, index: int, found: Sequence[TokenLogprob]) -> list[Placed]:
         asked = [TokenLogprob(item.token_id, item.logprob, item.top[: self._top]) for item in found]
-        return placed_prompt(self._echoes[index], asked, self.tokenizer, self.params)
+        first = self.generation.requests[index].prompt_token_ids[0]
+        hidden = self.tokenizer.special_ids if self.params.skip_special_tokens else frozenset()
+        return placed_prompt(first, asked, self._echoes[index].lengths, hidden)
 
     def kept(self) -> Iterator[Choice]:
         """The most probable of each prompt's answers, by the mean over their tokens; equal ones in their order."""
@@ -217,7 +217,7 @@ class ChatRenderer(CompletionRenderer):
     def __init__(self, body: ChatBody, generation: Generation, request_id: str) -> None:
         super().__init__(body, generation, request_id)
         new_id = partial(call_id, body, generation.served, "call")
-        readers = [answer_reader(body, generation, request) for request in generation.requests]
+        readers = [answer_reader(body, generation) for _ in generation.requests]
         self._answers = [ChatAnswer(reader, new_id) for reader in readers]
         self._opened: set[int] = set()  # choices whose role was streamed
 

@@ -8,4 +8,4 @@ from fp8serve.server.schemas.openai_bodies import CompletionBody
 def parse_completion(body: CompletionBody) -> ParsedRequest:
     """Some prompts, `best_of` answers to each. Raises RequestError for parameters that contradict each other."""
     params = body.params(SamplingParams().max_new_tokens if body.max_tokens is None else body.max_tokens)
-    return ParsedRequest(lambda _: params, body.prompts(), choices=body.generated)
+    return ParsedRequest(lambda _: params, body.prompts(), choices=body.generated, echo=bool(body.echo))

@@ -154,9 +154,8 @@ async def _read(
     state: ServerState,
 ) -> list[list[int]]:
     """Token ids of each text, with `before` put before it; inputs that are ids stay as they are."""
-    document = how.document and how.document + len(served.tokenizer.encode(before, add_special_tokens=False))
     asked = [
-        Asked(before + text, None, most, document if i in how.documents else None)
+        Asked(before + text, None, most, how.document if i in how.documents else None, before=before)
         for i, text in enumerate(texts)
         if isinstance(text, str)
     ]

@@ -38,7 +38,7 @@ def most_tokens(body: Truncating, served: Served, *, is_pair: bool) -> int | Non
     longest, most = served.engine.limits.max_model_len, body.most(served.engine.limits.max_model_len)
     if most is None or most == longest:
         return most
-    message, around = "", served.tokenizer.special_count(is_pair=is_pair)
+    message, around = "", served.tokenizer.around[is_pair]
     if most > longest:
         message = f"truncate_prompt_tokens is {most}, but this model reads {longest} tokens of a text at most."
     elif most <= around:

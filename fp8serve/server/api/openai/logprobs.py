@@ -11,13 +11,14 @@ is called `token_id:N`. Values are clamped (`wire.finite`), because JSON has no 
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from fp8serve.engine.output import RequestOutput, TokenLogprob
 from fp8serve.engine.sampling_params import SamplingParams
-from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.model.text.tokenizer_facts import TokenizerFacts
 from fp8serve.server.api.wire import finite
 
 JsonObject = dict[str, Any]
@@ -39,9 +40,8 @@ class Placed:
 class LogprobStream:
     """The tokens of one answer, in order; see the module. `offset`: characters that are returned before it."""
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, offset: int = 0) -> None:
+    def __init__(self, tokenizer: TokenizerFacts, params: SamplingParams, offset: int = 0) -> None:
         self._tokenizer, self._params = tokenizer, params
-        self._decoder = tokenizer.stream(params.skip_special_tokens)
         self._settled = offset  # characters that the tokens seen so far make certain
         self._sent = offset  # characters that were returned
         self._begun = False
@@ -49,7 +49,8 @@ class LogprobStream:
 
     def take(self, output: RequestOutput) -> list[Placed]:
         """The tokens whose text is out with this output."""
-        self._waiting += [self._place(item, output) for item in output.logprobs or ()]
+        items = zip(output.logprobs or (), output.settled_chars, strict=True)
+        self._waiting += [self._place(item, settled, output) for item, settled in items]
         self._sent += len(output.text_delta)
         whole = output.finish_reason is not None and not isinstance(output.stop_reason, str)
         due = []
@@ -57,10 +58,10 @@ class LogprobStream:
             due.append(self._waiting.popleft())
         return due
 
-    def _place(self, item: TokenLogprob, output: RequestOutput) -> Placed:
+    def _place(self, item: TokenLogprob, settled: int, output: RequestOutput) -> Placed:
         placed = Placed(item, self._settled, self._has_text(item.token_id, output), not self._begun)
         if placed.shown:
-            self._settled += len(self._decoder.push(item.token_id))
+            self._settled += settled
             self._begun = True
         return placed
 
@@ -74,31 +75,24 @@ class LogprobStream:
         return not ends or (output.stop_reason != token_id and token_id not in self._tokenizer.eos_ids)
 
 
-def prompt_text(ids: Sequence[int], tokenizer: Tokenizer, params: SamplingParams) -> str:
-    """The prompt as it is echoed, with special tokens if the answer has them."""
-    decoder = tokenizer.stream(params.skip_special_tokens)
-    return "".join([*(decoder.push(token) for token in ids), decoder.flush()])
-
-
 def placed_prompt(
-    ids: Sequence[int], found: Sequence[TokenLogprob], tokenizer: Tokenizer, params: SamplingParams
+    first: int, found: Sequence[TokenLogprob], lengths: Sequence[int], hidden: Collection[int]
 ) -> list[Placed]:
-    """A prompt's tokens; the first has no log-probability."""
-    decoder, offset, placed = tokenizer.stream(params.skip_special_tokens), 0, list[Placed]()
-    hidden = tokenizer.special_ids if params.skip_special_tokens else frozenset()
-    for number, item in enumerate((TokenLogprob(ids[0], 0.0), *found)):
-        shown = item.token_id not in hidden
-        placed.append(Placed(item, offset, shown, offset == 0, known=number > 0))
-        offset += len(decoder.push(item.token_id)) if shown else 0
-    return placed
+    """A prompt's tokens, of which the first has no log-probability; `lengths`: how much text each makes certain."""
+    items = (TokenLogprob(first, 0.0), *found)
+    offsets = accumulate(lengths, initial=0)
+    return [
+        Placed(item, offset, item.token_id not in hidden, offset == 0, known=number > 0)
+        for number, (item, offset) in enumerate(zip(items, offsets, strict=False))
+    ]
 
 
-def prompt_table(found: Sequence[TokenLogprob], top: int, tokenizer: Tokenizer) -> list[JsonObject | None]:
+def prompt_table(found: Sequence[TokenLogprob], top: int, tokenizer: TokenizerFacts) -> list[JsonObject | None]:
     """vLLM's `prompt_logprobs`: for each place, its token and the `top` best ones, by token id."""
     return [None, *(_by_id(item, top, tokenizer) for item in found)]
 
 
-def _by_id(item: TokenLogprob, top: int, tokenizer: Tokenizer) -> JsonObject:
+def _by_id(item: TokenLogprob, top: int, tokenizer: TokenizerFacts) -> JsonObject:
     best = item.top[:top]
     ranks: dict[int, int | None] = {token_id: rank for rank, (token_id, _) in enumerate(best, 1)}
     values = dict(best)
@@ -106,13 +100,13 @@ def _by_id(item: TokenLogprob, top: int, tokenizer: Tokenizer) -> JsonObject:
         str(token_id): {
             "logprob": finite(values.get(token_id, item.logprob)),
             "rank": ranks.get(token_id),
-            "decoded_token": tokenizer.token_text(token_id),
+            "decoded_token": tokenizer.texts.text(token_id),
         }
         for token_id in dict.fromkeys((item.token_id, *ranks))
     }
 
 
-def text_logprobs(placed: list[Placed], tokenizer: Tokenizer) -> JsonObject:
+def text_logprobs(placed: list[Placed], tokenizer: TokenizerFacts) -> JsonObject:
     """The object of /v1/completions."""
     return {
         "tokens": [_name(tokenizer, p.item.token_id, p) for p in placed],
@@ -122,7 +116,7 @@ def text_logprobs(placed: list[Placed], tokenizer: Tokenizer) -> JsonObject:
     }
 
 
-def _by_text(placed: Placed, tokenizer: Tokenizer) -> dict[str, float]:
+def _by_text(placed: Placed, tokenizer: TokenizerFacts) -> dict[str, float]:
     found: dict[str, float] = {}
     for token_id, logprob in placed.item.top:  # in descending order of probability
         name = _name(tokenizer, token_id, placed)
@@ -130,26 +124,26 @@ def _by_text(placed: Placed, tokenizer: Tokenizer) -> dict[str, float]:
     return found
 
 
-def chat_logprobs(placed: list[Placed], tokenizer: Tokenizer) -> JsonObject:
+def chat_logprobs(placed: list[Placed], tokenizer: TokenizerFacts) -> JsonObject:
     """The object of /v1/chat/completions."""
     return {"content": [_entry(p, tokenizer) for p in placed], "refusal": None}
 
 
-def _entry(placed: Placed, tokenizer: Tokenizer) -> JsonObject:
+def _entry(placed: Placed, tokenizer: TokenizerFacts) -> JsonObject:
     item = placed.item
     entry = _one(item.token_id, item.logprob, placed, tokenizer)
-    entry["bytes"] = list(tokenizer.token_bytes(item.token_id, placed.first)) if placed.shown else None
+    entry["bytes"] = list(tokenizer.texts.utf8(item.token_id, placed.first)) if placed.shown else None
     return entry | {"top_logprobs": [_one(i, logprob, placed, tokenizer) for i, logprob in item.top]}
 
 
-def _one(token_id: int, logprob: float, placed: Placed, tokenizer: Tokenizer) -> JsonObject:
+def _one(token_id: int, logprob: float, placed: Placed, tokenizer: TokenizerFacts) -> JsonObject:
     shown = token_id not in tokenizer.special_ids
-    content = list(tokenizer.token_bytes(token_id, placed.first)) if shown else None
+    content = list(tokenizer.texts.utf8(token_id, placed.first)) if shown else None
     return {"token": _name(tokenizer, token_id, placed), "logprob": finite(logprob), "bytes": content}
 
 
-def _name(tokenizer: Tokenizer, token_id: int, placed: Placed) -> str:
-    content = tokenizer.token_bytes(token_id, placed.first)
+def _name(tokenizer: TokenizerFacts, token_id: int, placed: Placed) -> str:
+    content = tokenizer.texts.utf8(token_id, placed.first)
     try:
         return content.decode()
     except UnicodeDecodeError:

@@ -1,0 +1,203 @@
+"""A process that works for another one under limits of processor time and memory.
+
+What a stranger wrote (a request, a chat template, a tokenizer) costs as much as its writer cares to make it cost, and
+may end the process that runs it. So such work is a job: a frame on the socket that is the process's standard input, a
+JSON head and some bytes, and the answer is another frame. Before each job the limits that its head names are set:
+`cpu` seconds, after which the kernel ends the process (ITIMER_PROF), and `memory` bytes beyond what is in use
+(RLIMIT_AS). Nothing is unpickled. Where the system does not say how much is in use, as on macOS, memory is not limited,
+and the limit of time remains.
+
+`serve` is that process's loop; `LimitedProcess` is the handle of one for a program that waits for each answer.
+`server/parsing/parser_pool.py` has handles for an event loop.
+"""
+
+import contextlib
+import json
+import logging
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO, Literal
+
+from fp8serve import errors
+from fp8serve.errors import Fp8ServeError, MachineError, ModelError
+from fp8serve.model.storage.heap import address_space
+from fp8serve.processes import describe_exit, module_command, without_interrupts
+
+log = logging.getLogger("fp8serve.limits")
+
+FRAME = struct.Struct("!QQ")  # bytes of the JSON head, bytes of the body behind it
+WAIT_SECONDS = 60.0
+"""Seconds beyond its processor time after which a process that does not answer counts as hung."""
+STATUS_SECONDS = 10.0
+"""Seconds in which the exit status of a process that has closed its socket is certain to come."""
+Head = dict[str, Any]
+Answer = tuple[Head, bytes]
+Jobs = Mapping[str, Callable[[Head, bytes], Answer]]
+Exhausted = Literal["processor time", "memory"]
+
+
+def pack(head: Head, body: bytes = b"") -> bytes:
+    """One frame: a JSON object and some bytes."""
+    text = json.dumps(head, separators=(",", ":")).encode()
+    return FRAME.pack(len(text), len(body)) + text + body
+
+
+def receive(stream: BinaryIO) -> Answer | None:
+    """The next frame; None at the end of the stream."""
+    sizes = stream.read(FRAME.size)
+    if len(sizes) < FRAME.size:
+        return None
+    head, body = FRAME.unpack(sizes)
+    text = stream.read(head)
+    return (json.loads(text), stream.read(body)) if len(text) == head else None
+
+
+def error_of(answer: Head) -> Exception:
+    """The error that a job ended with, as the class it was raised as."""
+    if answer["error"] == "OSError":
+        return OSError(answer["errno"], answer["message"])
+    found = getattr(errors, answer["error"], None)
+    kind = found if isinstance(found, type) and issubclass(found, Fp8ServeError) else RuntimeError
+    return kind(answer["message"])
+
+
+def exhausted_by(status: int | None) -> Exhausted | None:
+    """What a process that ended with `status` had too little of; None if it ended for another reason."""
+    if status == -signal.SIGPROF:
+        return "processor time"
+    return "memory" if status in (-signal.SIGABRT, -signal.SIGKILL) else None  # the allocator, or the kernel, gave up
+
+
+# -- the process itself ------------------------------------------------------------------------------------------------
+
+
+def serve(jobs: Jobs, prepare: Callable[[Head], None] = lambda _head: None) -> None:
+    """Does jobs until the socket ends. `prepare` does what is not a part of a job, before its limits are set."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the other process's to handle
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with socket.socket(fileno=0) as connection, connection.makefile("rb") as stream:
+        while (job := receive(stream)) is not None:
+            connection.sendall(_perform(jobs, prepare, *job))
+
+
+def _perform(jobs: Jobs, prepare: Callable[[Head], None], head: Head, body: bytes) -> bytes:
+    """The answer to one job, an error of ours as its class and sentence."""
+    try:
+        prepare(head)
+        before = address_space()
+        _limit(head)
+        answer, content = jobs[head["op"]](head, body)
+        grown = before is not None and (address_space() or 0) - before > head["memory"] // 4
+        return pack(answer | ({"last": True} if grown else {}), content)
+    except Fp8ServeError as error:
+        return pack({"error": type(error).__name__, "message": str(error)})
+    except OSError as error:
+        return pack({"error": "OSError", "errno": error.errno or 0, "message": error.strerror or str(error)})
+    except MemoryError:
+        return pack({"too_much": True, "last": True})
+    except Exception as error:  # a mistake of ours: the log has it
+        log.exception("a process with limits failed")
+        return pack({"error": "RuntimeError", "message": f"A process with limits failed: {type(error).__name__}."})
+    finally:
+        allow(0)
+
+
+def _limit(head: Head) -> None:
+    """From now on the kernel ends this process after `cpu` seconds of work, and refuses it `memory` more bytes."""
+    allow(head["cpu"])
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    if (used := address_space()) is not None:
+        most = used + head["memory"]
+        resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def allow(seconds: float) -> None:
+    """From now on the kernel ends this process after so many seconds of work; 0: no longer."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+# -- its handle --------------------------------------------------------------------------------------------------------
+
+
+class LimitedProcess:
+    """A process that runs `module`, started when it is needed and again after it ended; thread-safe."""
+
+    def __init__(self, module: str, cpu: float, memory: int) -> None:
+        self._command = module_command(module)
+        self._limits = {"cpu": cpu, "memory": memory}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def perform(self, what: str, head: Head, body: bytes = b"") -> Answer:
+        """The answer to a job. ModelError, about `what`, if it needs more than it may use or ends the process; errors
+        of ours are raised as such."""
+        with self._lock:
+            try:
+                answer, content = self._exchange(pack(head | self._limits, body))
+            except (EOFError, ConnectionError):  # it has ended, and its status is about to come
+                raise _ended(what, self._close(STATUS_SECONDS)) from None
+            except TimeoutError:
+                raise _ended(what, self._close()) from None
+            except BaseException:
+                self._close()
+                raise
+            if answer.pop("last", False):
+                self._close()
+        if answer.pop("too_much", False):
+            raise ModelError(f"{what} takes more memory than it may.")
+        if "error" in answer:
+            raise error_of(answer)
+        return answer, content
+
+    def close(self) -> None:
+        """Ends the process, if it runs."""
+        with self._lock:
+            self._close()
+
+    def _exchange(self, frame: bytes) -> Answer:
+        if self._process is None or self._process.poll() is not None:
+            self._close()
+            self._start()
+        self._socket.sendall(frame)
+        answer = receive(self._stream)
+        if answer is None:
+            raise EOFError
+        return answer
+
+    def _start(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._stream = self._socket.makefile("rb")
+        self._socket.settimeout(WAIT_SECONDS + 10 * self._limits["cpu"])
+        with theirs:
+            try:
+                with without_interrupts():
+                    self._process = subprocess.Popen(self._command, stdin=theirs.fileno())
+            except OSError as error:
+                self._socket.close()
+                raise MachineError(f"No process can be started under limits: {error.strerror}.") from None
+
+    def _close(self, patience: float = 0.2) -> int | None:
+        """The exit status, if the process has ended by itself, at most `patience` seconds from now."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        self._stream.close()
+        self._socket.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(patience)
+        process.kill()
+        process.wait()
+        return None
+
+
+def _ended(what: str, status: int | None) -> ModelError:
+    if status is None:
+        return ModelError(f"{what} takes longer than it may.")
+    if (resource_name := exhausted_by(status)) is not None:
+        return ModelError(f"{what} takes more {resource_name} than it may.")
+    return ModelError(f"{what} ended the process that it ran in ({describe_exit(status)}).")

@@ -1,0 +1,103 @@
+"""Strangers' tokenizers: refused with a sentence, or right; the front goes on, and so does the next request."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from fp8serve.errors import ModelError
+from fp8serve.model.text.text_process import describe
+from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.model.text.tokenizer_facts import TokenizerFacts
+from fp8serve.server.serving.served import Source
+from fp8serve.server.settings import ServerLimits, Settings
+from tests.model.hostile_tokenizers import CASES, Hostile
+from tests.patience import eventually
+from tests.server.conftest import Server, Start
+from tests.server.fakes import FakeEngine, Launcher
+
+CPU, MEMORY = 2.0, 256 << 20
+LIMITS = ServerLimits(reading_seconds=CPU, reading_memory=MEMORY)
+REFUSALS = {"tokenizer_error", "invalid_parameter", "context_length_exceeded"}
+
+
+class DescribingLauncher(Launcher):
+    """Has the tokenizer of the directory read as the server does."""
+
+    async def __call__(self, source: Source) -> tuple[FakeEngine, TokenizerFacts]:
+        facts = await asyncio.to_thread(describe, source.directory, CPU, MEMORY)
+        engine, _ = await super().__call__(source)
+        return engine, facts
+
+
+def is_a_sentence(text: str) -> bool:
+    return text.endswith(".") and "\n" not in text and "panicked" not in text
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_a_hostile_tokenizer_is_refused_or_right(start: Start, settings: Settings, name: str) -> None:
+    case = CASES[name]
+    case.write(settings.model)
+    async with start(DescribingLauncher(), wait=False, limits=LIMITS) as server:
+        default = server.state.models.default
+        await eventually(lambda: default.ready or default.state == "failed", "a decision")
+        assert (await server.client.get("/health/live")).status_code == 200
+        assert (default.state == "failed") == (case.outcome == "file")
+        if case.outcome == "file":
+            assert isinstance(default.problem, ModelError)
+            assert "tokenizer.json" in str(default.problem)
+            assert is_a_sentence(str(default.problem))
+        else:
+            await _is_read_or_refused(server, case, settings.model)
+
+
+async def _is_read_or_refused(server: Server, case: Hostile, directory: Path) -> None:
+    answer = await server.client.post("/v1/completions", json={"prompt": case.text, "max_tokens": 1})
+    if case.outcome == "text":
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["code"] in REFUSALS
+        assert is_a_sentence(answer.json()["error"]["message"].removesuffix(" Send less at once."))
+    else:
+        assert answer.status_code in (200, 400)  # 400: ids that the engine does not have, or more than its context
+        read = (await server.client.post("/tokenize", json={"prompt": case.text})).json()["tokens"]
+        assert read == ids_by_the_library(directory, case.text)
+        assert streamed(directory, read * 40) == Tokenizer.from_dir(directory).decode(read * 40)
+    back = await server.client.post("/detokenize", json={"tokens": [0] * 300})  # the next request is answered
+    if 0 in Tokenizer.from_dir(directory).vocabulary.values():
+        assert (back.status_code, back.json()) == (200, {"prompt": Tokenizer.from_dir(directory).decode([0] * 300)})
+    else:
+        assert (back.status_code, back.json()["code"]) == (422, "invalid_parameter")
+
+
+def ids_by_the_library(directory: Path, text: str) -> list[int]:
+    backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    backend.no_truncation()
+    backend.no_padding()
+    found: list[int] = backend.encode(text).ids
+    return found
+
+
+def streamed(directory: Path, ids: list[int]) -> str:
+    stream = Tokenizer.from_dir(directory).stream()
+    return "".join([*map(stream.push, ids), stream.flush()])
+
+
+async def test_only_the_limits_end_a_parser(start: Start, settings: Settings) -> None:
+    """A tokenizer that fails in the library leaves its process alive for the next request."""
+    CASES["template names an unknown token"].write(settings.model)
+    async with start(DescribingLauncher(), limits=LIMITS) as server:
+        for _ in range(2):
+            answer = await server.client.post("/generate", json={"inputs": "a"})
+            assert (answer.status_code, answer.json()["code"]) == (422, "tokenizer_error")
+        processes = [process._process for process in server.state.parser.pool._all]
+        assert [process.returncode for process in processes if process is not None] == [None]
+
+
+def test_the_facts_are_the_same_after_the_journey(settings: Settings) -> None:
+    tokenizer = Tokenizer.from_dir(settings.model)
+    assert describe(settings.model) == TokenizerFacts.of(tokenizer)
+    assert replace(TokenizerFacts.of(tokenizer), bound=None) == TokenizerFacts.from_json(
+        replace(TokenizerFacts.of(tokenizer), bound=None).to_json()
+    )
