@@ -3,6 +3,7 @@
 from datetime import date
 
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from fp8serve.errors import ModelError, RequestError
 from fp8serve.model.text import chat
@@ -81,12 +82,45 @@ def test_sandbox_shows_nothing_of_pythons_internals(source: str) -> None:
         GROW.format("{% set ns.s = ns.s.replace('x', 'xx') %}"),
         GROW.format("{% set s %}{{ ns.s }}{{ ns.s }}{% endset %}{% set ns.s = s %}"),
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ range(90000) | join('x' * 900000) }}",
+        "{{ (['x' * 900000] * 90000) | join }}",
+        "{{ (['x' * 900000] * 90000) | map('upper') | join }}",
+        "{{ ''.join(['x' * 900000] * 90000) }}",
+        "{{ ('x' * 900000).join('y' * 900000) }}",
+        "{{ ('x' * 900000) | replace('x', 'y' * 900000) }}",
+        "{{ ['x' * 900000] | map('replace', 'x', 'y' * 900000) | list }}",
+        "{{ ('x' * 900000).replace('x', 'y' * 900000) }}",
+        "{{ ('\n' * 900000) | indent('x' * 900000) }}",
+        "{{ ('\n' * 900000) | indent(width=900, blank=true) }}",
+        "{{ ('\t' * 900000).expandtabs(900) }}",
+        "{{ ('a ' * 900000) | wordwrap(1, true, 'x' * 900000) }}",
+        "{{ lipsum(900, false, 900, 1000) }}",
+        GROW.format("{% set ns.n = (ns.n or 3) * (ns.n or 3) %}"),
+        "{{ 3 ** 40000000 > 1 }}",
     ],
 )
 def test_budget_stops_templates_that_run_or_grow(source: str) -> None:
     """Without a budget these take hours or all memory: pytest's limit on a test would end them."""
     with pytest.raises((ModelError, RequestError)):
         ChatTemplate(source, {}).render(TURNS)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ [1, 'a', none, [2]] | join(', ') }}",
+        "{{ messages | join('|', attribute='role') }}",
+        "{{ ['a', 'b'] | map('upper') | join }}",
+        "{{ '-'.join(['a', 'b']) }}{{ '-'.join(['a', 'b'] | map('upper')) }}",
+        "{{ 'aaa' | replace('a', 'bc', 2) }}{{ 'aaa'.replace('a', 'bc', 1) }}{{ 'a' | replace('', '-') }}",
+        "{{ 'a\nb\n\nc' | indent(2, true, blank=true) }}{{ 'a\nb' | indent(width='> ') }}",
+        "{{ 'one two three' | wordwrap(4, wrapstring='/') }}{{ 'a\tb'.expandtabs(4) }}",
+        "{{ 123456789 * 987654321 * -3 }}{{ 7 ** 77 }}{{ true * 3 }}",
+    ],
+)
+def test_what_is_priced_gives_what_jinja_gives(source: str) -> None:
+    plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(source)
+    assert ChatTemplate(source, {}).render(TURNS) == plain.render(messages=TURNS)
 
 
 def test_budget_does_not_touch_long_conversations() -> None:

@@ -3,7 +3,9 @@
 A template is a program that came with a download. `ImmutableSandboxedEnvironment` keeps it from Python's internals, but
 not from running for an hour or building a string of a gigabyte. Every render therefore has a budget: each call and
 look-up costs one, `range(n)` costs n, and every string made by an operator, a filter, a method, a macro or a block
-costs its length. Potentially large results (padding, formats, repetition) are paid for before they are made. Helpers
+costs its length. Results that may be much larger than what they are made of (padding, formats, repetition, joined,
+replaced and indented text, products of whole numbers) are paid for before they are made, and `lipsum`, which no chat
+needs, does not exist. Helpers
 are those Hugging Face templates expect: `raise_exception`, `strftime_now`, `tojson` without HTML escapes, loop
 controls, and `{% generation %}` blocks, which mark what an assistant wrote (`model.turns` reads them).
 
@@ -26,6 +28,7 @@ from jinja2 import nodes
 from jinja2.compiler import CodeGenerator
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import FILTERS as DEFAULT_FILTERS
+from jinja2.filters import make_attrgetter
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from fp8serve.errors import ModelError, RequestError, one_line
@@ -76,8 +79,9 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def __init__(self, today: date | None = None) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-        self.filters["tojson"] = _tojson
-        self.filters.update({name: _priced(function) for name, function in self.filters.items()})
+        self.filters |= {"tojson": _tojson, "join": _join}
+        self.filters.update({name: _priced(name, function) for name, function in self.filters.items()})
+        del self.globals["lipsum"]
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _clock(today), "range": _range}
 
     @staticmethod
@@ -96,8 +100,13 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().getitem(obj, argument)
 
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(obj, "__name__", "").startswith("format"):  # "{:>999999}".format(1): the width is in the text
-            _spend(_widths(getattr(obj, "__self__", "")))
+        name, text = getattr(obj, "__name__", ""), getattr(obj, "__self__", None)
+        if name.startswith("format"):  # "{:>999999}".format(1): the width is in the text
+            _spend(_widths(text))
+        if isinstance(text, str) and name == "join" and args:
+            args = (_paid_pieces(args[0], text), *args[1:])
+        if isinstance(text, str) and name in ("replace", "expandtabs"):
+            _spend(_SIZES[name](text, *args, **kwargs))
         _spend(1 + _price(args) + _price(tuple(kwargs.values())))
         return _paid(super().call(context, obj, *args, **kwargs))
 
@@ -106,14 +115,17 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
-def _priced(filter_: Callable[..., Any]) -> Callable[..., Any]:
+def _priced(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
     """The filter, priced by the widths in its arguments and the text that it makes."""
+    takes_context = hasattr(filter_, "jinja_pass_arg")
 
     @wraps(filter_)  # keeps jinja's mark of filters that take the environment as first argument
     def filtered(*args: Any, **kwargs: Any) -> Any:
         _spend(_price(args) + _price(tuple(kwargs.values())))
         if filter_ is DEFAULT_FILTERS["format"]:
             _spend(_widths(args[0]))
+        if name in _SIZES:
+            _spend(_SIZES[name](*args[takes_context:], **kwargs))
         return _paid(filter_(*args, **kwargs))
 
     return filtered
@@ -130,6 +142,54 @@ def _price(values: tuple[Any, ...]) -> int:
     return sum(abs(v) for v in values if isinstance(v, int) and not isinstance(v, bool) and abs(v) > 1000)
 
 
+def _replaced_size(text: Any, old: Any = "", new: Any = "", *_: Any, **named: Any) -> int:
+    """Characters of a text in which all `old` are replaced."""
+    whole, old, new = str(text), str(named.get("old", old)), str(named.get("new", new))
+    return len(whole) + whole.count(old) * len(new)
+
+
+def _indented_size(text: Any, width: Any = 4, *_: Any, **named: Any) -> int:
+    """Characters of a text whose lines are indented."""
+    whole, width = str(text), named.get("width", width)
+    return len(whole) + (whole.count("\n") + 1) * (abs(width) if isinstance(width, int) else len(str(width)))
+
+
+def _wrapped_size(text: Any, width: Any = 79, _long: Any = True, wrapstring: Any = None, *_: Any, **named: Any) -> int:
+    """A bound for the characters of a text that is wrapped: two lines are longer than `width`."""
+    whole, width, mark = str(text), named.get("width", width), str(named.get("wrapstring", wrapstring) or "")
+    lines = 2 * len(whole) // max(1, width if isinstance(width, int) else 1) + whole.count("\n") + 1
+    return len(whole) + lines * len(mark)
+
+
+def _tabbed_size(text: str, tabsize: Any = 8) -> int:
+    return len(text) + text.count("\t") * (abs(tabsize) if isinstance(tabsize, int) else 0)
+
+
+_SIZES: dict[str, Callable[..., int]] = {
+    "replace": _replaced_size,
+    "indent": _indented_size,
+    "wordwrap": _wrapped_size,
+    "expandtabs": _tabbed_size,
+}
+"""What filters and methods of these names make, at most, of their arguments."""
+
+
+def _paid_pieces(items: Any, separator: str) -> list[Any]:
+    """The items to join, each paid for with a separator before they are."""
+    pieces = []
+    for item in items:
+        _spend(len(separator) + (len(item) if isinstance(item, str) else 1))
+        pieces.append(item)
+    return pieces
+
+
+@jinja2.pass_environment
+def _join(environment: jinja2.Environment, value: Any, d: Any = "", attribute: Any = None) -> str:
+    """Jinja's filter, as it is without the escaping of HTML."""
+    items = value if attribute is None else map(make_attrgetter(environment, attribute), value)
+    return str(d).join(_paid_pieces(map(str, items), str(d)))
+
+
 def _widths(text: Any) -> int:
     """The numbers in a format string, any of which may be the width of a field."""
     return sum(int(n[:12]) for n in re.findall(r"[0-9]+", text)) if isinstance(text, str) else 0
@@ -140,11 +200,21 @@ def _result_size(operator: str, left: Any, right: Any) -> int:
     if operator == "%":
         return _widths(left) + _price(right if isinstance(right, tuple) else (right,)) if isinstance(left, str) else 1
     if operator == "**":
-        return int(abs(left).bit_length() * abs(right)) if isinstance(left, int) and isinstance(right, int) else 1
+        if not (isinstance(left, int) and isinstance(right, int)):
+            return 1
+        bits = int(abs(left).bit_length() * abs(right))
+        return bits + _multiplication(bits, bits)
     if operator == "+":
         return sum(len(side) for side in (left, right) if hasattr(side, "__len__"))
+    if isinstance(left, int) and isinstance(right, int):
+        return _multiplication(left.bit_length(), right.bit_length())
     sized, times = (left, right) if hasattr(left, "__len__") else (right, left)
     return len(sized) * times if hasattr(sized, "__len__") and isinstance(times, int) else 1
+
+
+def _multiplication(bits: int, others: int) -> int:
+    """The price of a product of whole numbers of so many bits: that of its words of 64 bits."""
+    return 1 + bits * others // 4096
 
 
 class _Generation(Extension):
