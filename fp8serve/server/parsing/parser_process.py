@@ -27,7 +27,7 @@ SHOWN_TOKENS = 16
 # -- jobs --------------------------------------------------------------------------------------------------------------
 
 
-@lru_cache(2)  # what is served, and what is about to be
+@lru_cache(8)  # of the models that are served beside each other, and of what is about to be
 def _tokenizer(directory: str) -> Tokenizer:
     return Tokenizer.from_dir(Path(directory))
 
