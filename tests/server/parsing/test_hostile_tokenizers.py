@@ -8,9 +8,12 @@ import pytest
 import tokenizers
 
 from fp8serve.errors import ModelError
+from fp8serve.model.text.limited_process import Answer, Head
 from fp8serve.model.text.text_process import describe
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.model.text.tokenizer_facts import TokenizerFacts
+from fp8serve.server.parsing.parser_pool import Allowance
+from fp8serve.server.parsing.request_parser import SHORT_SECONDS
 from fp8serve.server.serving.served import Source
 from fp8serve.server.settings import ServerLimits, Settings
 from tests.model.hostile_tokenizers import CASES, Hostile
@@ -93,6 +96,24 @@ async def test_only_the_limits_end_a_parser(start: Start, settings: Settings) ->
             assert (answer.status_code, answer.json()["code"]) == (422, "tokenizer_error")
         processes = [process._process for process in server.state.parser.pool._all]
         assert [process.returncode for process in processes if process is not None] == [None]
+
+
+async def test_a_short_text_does_not_hold_a_parser_for_long(start: Start, settings: Settings) -> None:
+    """With the limits of a server that nobody has set, which are made for long texts."""
+    CASES["normalizer doubles 30 times"].write(settings.model)
+    allowed: list[Allowance] = []
+    async with start(DescribingLauncher()) as server:
+        read = server.state.parser.pool.read
+
+        async def noted(head: Head, body: bytes, allowance: Allowance) -> Answer:
+            allowed.append(allowance)
+            return await read(head, body, allowance)
+
+        server.state.parser.pool.read = noted  # type: ignore[method-assign]
+        answer = await server.client.post("/generate", json={"inputs": "aaaaa"})
+        assert (answer.status_code, answer.json()["code"]) == (422, "invalid_parameter")
+        assert "more" in answer.json()["error"]
+        assert [allowance.cpu for allowance in allowed] == [SHORT_SECONDS]
 
 
 def test_the_facts_are_the_same_after_the_journey(settings: Settings) -> None:
