@@ -193,7 +193,7 @@ TOKENIZERS = ["precompiled map short", "template names an unknown token", "unkno
 def test_a_tokenizer_that_fails_in_its_library_is_one_sentence(
     model: Path, chats: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
-    """Also what the library itself writes about it is not shown."""
+    """The report that Rust writes of a panic may stand above it."""
     CASES[name].write(model)
     out = tmp_path / "out"
     texts = tmp_path / "texts.jsonl"
@@ -208,4 +208,4 @@ def test_a_tokenizer_that_fails_in_its_library_is_one_sentence(
         lines = [line for line in shown.splitlines() if line.startswith("fp8serve: ")]
         assert len(lines) == 1, shown
         assert "tokenize" in lines[0]
-        assert not [word for word in ("internal error", "panicked", "Traceback") if word in shown]
+        assert not [word for word in ("internal error", "panicked", "Traceback") if word in lines[0]]

@@ -18,7 +18,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import RequestError, TokenizerError
-from fp8serve.model.text.library_failures import library_failures
+from fp8serve.model.text.tokenizer import library_failures
 
 MAX_COMPLAINT = 200  # characters of the library's message that are shown
 # Between the parts of a JSON text: room to indent, but not for ever, which small models tend to do.

@@ -8,23 +8,24 @@ token whose text was given out, and gives out the new text. Text that may still 
     until a token of another kind comes.
 The pieces then concatenate to exactly what `decode` gives for the whole, on any sequence of ids. No torch here.
 
-A failure of the library (library_failures.py) is a ModelError while the tokenizer is read, and a TokenizerError for a
-text or for tokens. How much text and time a token may cost is checked when the tokenizer is read (decoder_bound.py).
+A failure of the library, a panic of its Rust code included, is a ModelError while the tokenizer is read, and a
+TokenizerError for a text or for tokens. How much text and time a token may cost is checked when the tokenizer is read
+(decoder_bound.py).
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from fp8serve.errors import ModelError, RequestError, TokenizerError, shown
+from fp8serve.errors import Fp8ServeError, ModelError, RequestError, TokenizerError, one_line, shown
 from fp8serve.model.storage.files import MAX_CARRIED_BYTES, present, read_optional_json, read_text
 from fp8serve.model.text.chat import NOTHING, ChatTemplate, Message
 from fp8serve.model.text.decoder_bound import check_decoder
-from fp8serve.model.text.library_failures import failure_as, library_failures
 from fp8serve.model.text.text_bound import TextBound, text_bound
 from fp8serve.model.text.turns import Markers, Span, assistant_spans
 
@@ -37,6 +38,23 @@ _CANNOT_READ = "The model's tokenizer cannot read this text"
 _CHARS_PER_TOKEN, _MARGIN = 8, 64  # the most on average, for most texts; how far a cut may change the tokens before it
 _MAX_WINDOW, _SHORT_WINDOW = 256, 8  # tokens that a stream decodes at once, and what it goes back to
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@contextmanager
+def library_failures(kind: type[Fp8ServeError], sentence: str) -> Iterator[None]:
+    """Inside the block, a failure of a library written in Rust raises `kind`, whose message begins with `sentence`.
+
+    A panic reaches Python as a `PanicException`, which is no `Exception` and cannot be imported; Rust has written a
+    report to standard error before.
+    """
+    try:
+        yield
+    except (Fp8ServeError, MemoryError, OSError):
+        raise
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise kind(f"{sentence}: {one_line(error)}.") from None
+        raise
 
 
 class Tokenizer:
@@ -193,12 +211,11 @@ class Tokenizer:
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; ids outside the vocabulary have none."""
-        try:
-            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
-        except OverflowError:  # no tokenizer has ids of more than 32 bits
-            return self.decode([i for i in ids if 0 <= i < 1 << 32], skip_special_tokens)
-        except BaseException as e:
-            raise failure_as(TokenizerError, "The model's tokenizer cannot write these tokens", e) from None
+        with library_failures(TokenizerError, "The model's tokenizer cannot write these tokens"):
+            try:
+                return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+            except OverflowError:  # no tokenizer has ids of more than 32 bits
+                return self.decode([i for i in ids if 0 <= i < 1 << 32], skip_special_tokens)
 
     def decode_known(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """As `decode`; RequestError names the first id that the tokenizer does not have."""
