@@ -323,10 +323,7 @@ def local_rows(divided: Tensor) -> Tensor:
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of a sharded model with whole tensors, as the unsharded model has it; a collective.
-
-    (torch's `get_model_state_dict` cannot name the scaling states, which are neither parameters nor buffers.)
-    """
+    """The state dict of a sharded model with whole tensors, as the unsharded model has it; a collective."""
     return {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in model.state_dict().items()}
 
 

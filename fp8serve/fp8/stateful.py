@@ -3,18 +3,23 @@
 They live outside of parameters and buffers: `.to(bfloat16)` must not round them and DDP must not broadcast them.
 `state_dict` stores them as plain tensors under the names of a scaling checkpoint (`P.input.scale`,
 `P.weight.amax_history`, ...), and a state dict without them still loads.
+
+torch.distributed.checkpoint (`get_model_state_dict`, `set_model_state_dict`, and who calls them) looks every key of a
+state dict up in the model. For it, `named_buffers(recurse=False)` lists the states, and `_fqn_modifiers` says by which
+attribute a key is followed. DDP, `.to` and FSDP2's roots ask in other ways and do not see them.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from fp8serve.errors import ScalesError
-from fp8serve.fp8.recipe import DelayedScaling
+from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
 from fp8serve.fp8.scaling import FIELDS, Direction, Place, ScalingState
 from fp8serve.fp8.selfcheck import prepare_device
 from fp8serve.fp8.session import MODULES, Session, common
@@ -66,6 +71,24 @@ class Stateful(nn.Module):
         self.prepare(recipe.amax_history_len)
         return self.scaling
 
+    @property
+    def states_by_name(self) -> SimpleNamespace:
+        """What a key of the state dict is followed through; None for a state that does not exist yet."""
+        return SimpleNamespace(**{name: self.scaling.get(name) for name in self.state_names()})
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Read by torch.distributed.checkpoint: the attribute that holds what a key names."""
+        return dict.fromkeys(self.state_names(), "states_by_name")
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """As any module's; with `recurse=False` followed by the parts of the states, as a state dict has them."""
+        yield from super().named_buffers(prefix, recurse, remove_duplicate)
+        for name, state in () if recurse else self.scaling.items():
+            for field in FIELDS:
+                yield f"{prefix}{'.' if prefix else ''}{name}.{field}", getattr(state, field)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         device = self.state_device()
@@ -87,6 +110,18 @@ class Stateful(nn.Module):
         for name, fields in found.items():  # after the parameters, which assign=True may bring to another device
             if any(value is not None for value in fields.values()):
                 self.scaling[name] = restored(fields, f"{prefix}{name}", self.state_device())
+
+
+def prepare_states(model: nn.Module, recipe: Recipe) -> None:
+    """Create the states of every FP8 layer of `model` that `recipe` will use, as its first step would.
+
+    For code that loads a checkpoint into the tensors of a state dict, such as `torch.distributed.checkpoint.load`: it
+    loads what is there, and a model that has never run has no states. Nothing for a recipe without states.
+    """
+    rules = delayed(recipe)
+    for module in model.modules() if rules is not None else ():
+        if isinstance(module, Stateful):
+            module.prepare(rules.amax_history_len)
 
 
 def scaling_state(module: nn.Module) -> dict[str, ScalingState]:
