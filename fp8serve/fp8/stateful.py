@@ -118,9 +118,8 @@ def prepare_states(model: nn.Module, recipe: Recipe) -> None:
     For code that loads a checkpoint into the tensors of a state dict, such as `torch.distributed.checkpoint.load`: it
     loads what is there, and a model that has never run has no states. Nothing for a recipe without states.
     """
-    rules = delayed(recipe)
-    for module in model.modules() if rules is not None else ():
-        if isinstance(module, Stateful):
+    if (rules := delayed(recipe)) is not None:
+        for module in (m for m in model.modules() if isinstance(m, Stateful)):
             module.prepare(rules.amax_history_len)
 
 
