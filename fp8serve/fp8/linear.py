@@ -287,11 +287,12 @@ class Linear(Stateful, nn.Linear):
     def _plan(self, x: Tensor, weight: Tensor, first: bool | None) -> LinearPlan | None:
         """How this call runs: the recipe in force and the quantized weight. None: in high precision."""
         context, graph = current(), torch.is_grad_enabled()
-        if not torch.compiler.is_compiling():
-            if context is None:
-                refuse_reentrant(self._ran_frozen)
-            if self._ran_frozen != (context is not None and not graph):  # setting a module's attribute is slow
-                self._ran_frozen = not self._ran_frozen
+        runs_frozen = context is not None and not graph
+        if context is None and graph:
+            refuse_reentrant(self._ran_frozen)
+        # Setting a module's attribute is slow. A graph that reads one is compiled again for another value.
+        if torch.compiler.is_compiling() or self._ran_frozen != runs_frozen:
+            self._ran_frozen = runs_frozen
         if context is None:
             return None
         check_operands(x, weight, self.in_features)

@@ -20,7 +20,13 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
-from fp8serve.fp8.torch_private import backward_pass, is_checkpoint_frame, saved_tensor_hooks, saves_with_hooks
+from fp8serve.fp8.torch_private import (
+    backward_pass,
+    constant_in_graphs,
+    is_checkpoint_frame,
+    saved_tensor_hooks,
+    saves_with_hooks,
+)
 
 
 @dataclass(frozen=True)
@@ -97,9 +103,13 @@ def recall(running: list[Region], layer: int) -> tuple[bool, Any]:
     return True, log[position][1]
 
 
+@constant_in_graphs
 def refuse_reentrant(ran_frozen: bool) -> None:
-    """Raise if a layer that last ran in FP8 without gradients is now asked for them inside a backward pass."""
-    if ran_frozen and torch.is_grad_enabled() and backward_pass() is not None:
+    """Raise if a layer that last ran in FP8 without gradients is now asked for them, inside a backward pass.
+
+    torch.compile asks while it traces.
+    """
+    if ran_frozen and backward_pass() is not None:
         raise RuntimeError(
             "A checkpointed region cannot be recomputed with its FP8 scales in the reentrant variant;"
             " call torch.utils.checkpoint.checkpoint with use_reentrant=False."

@@ -77,5 +77,15 @@ def recorded(direction: str, module: int, rule: int) -> None:
         running.add(owner, by)
 
 
-implement("record_amax", _record)
+def _record_in_graph(history: Tensor, amax: Tensor, module: int, rule: int, direction: str) -> None:
+    """As `_record`. The module's scales move to new tensors, which the update will change: a graph that recomputes
+    activations in its backward pass keeps the tensors that it has read, with the scales of its forward pass."""
+    _record(history, amax, module, rule, direction)
+    owner = MODULES.get(module)
+    if owner is not None and direction == "forward":
+        for name in owner.tensors["forward"] if owner.scaling else ():
+            owner.scaling[name].scale = owner.scaling[name].scale.clone()
+
+
+implement("record_amax", _record_in_graph)
 implement("expect_backward", _expect_backward_of_graph)

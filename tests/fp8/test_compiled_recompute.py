@@ -1,0 +1,102 @@
+"""torch.compile, activation recomputation, accumulation and recipes in all combinations: eager bits, or a refusal."""
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, autocast, convert
+from fp8serve.fp8.recipe import Recipe
+
+pytestmark = [
+    # torch's own tracer instantiates the Function class that it deprecates
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    # the first run of the reentrant variant, which looks like an evaluation
+    pytest.mark.filterwarnings("ignore:.*FP8 layers were evaluated under delayed scaling with scale 1:UserWarning"),
+]
+
+RECIPES: dict[str, Recipe] = {
+    "delayed": DelayedScaling(amax_history_len=4),
+    "weights by row": DelayedScaling(amax_history_len=4, weight_granularity="row"),
+    "high precision wgrad": DelayedScaling(amax_history_len=4, override_linear_precision=(False, False, True)),
+    "current": Float8CurrentScaling(),
+    "rowwise": Float8CurrentScaling(granularity="row"),
+    "block": Float8BlockScaling(),
+}
+COMPILED = ("nothing", "inside", "outside")
+RECOMPUTED: tuple[bool | None, ...] = (None, False, True)  # the argument use_reentrant; None: nothing is recomputed
+SMOKE = {("outside", False, 1, "delayed"), ("inside", True, 1, "delayed"), ("outside", False, 2, "current")}
+REFUSED: dict[tuple[str, bool | None], tuple[type[Exception], str]] = {
+    ("nothing", True): (RuntimeError, "call torch.utils.checkpoint.checkpoint with use_reentrant=False"),
+    ("inside", True): (RuntimeError, "call torch.utils.checkpoint.checkpoint with use_reentrant=False"),
+    ("inside", False): (CheckpointError, "during the (original )?forward"),
+}
+
+
+def combinations() -> Iterator[Any]:
+    for each in product(COMPILED, RECOMPUTED, (1, 2), RECIPES):
+        marks = [pytest.mark.slow, pytest.mark.smoke] if each in SMOKE else [pytest.mark.slow]
+        yield pytest.param(*each, marks=marks, id="-".join(map(str, each)))
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return convert(nn.Sequential(nn.Linear(24, 24), nn.GELU(), nn.Linear(24, 24)))
+
+
+def called(module: nn.Module, compiled: str, reentrant: bool | None) -> Callable[[Tensor], Tensor]:
+    """The module, with a compiler around or inside of a checkpointed region."""
+    torch._dynamo.reset()
+    inner: Any = torch.compile(module, backend="aot_eager") if compiled == "inside" else module
+    outer: Any = inner if reentrant is None else (lambda x: checkpoint(inner, x, use_reentrant=reentrant))
+    return torch.compile(outer, backend="aot_eager") if compiled == "outside" else outer  # type: ignore[no-any-return]
+
+
+def train(module: nn.Module, call: Callable[[Tensor], Tensor], recipe: Recipe, microbatches: int) -> list[Tensor]:
+    """Gradients of the weights and of the inputs after every step, and the states at the end."""
+    seen: list[Tensor] = []
+    for step in range(3):
+        module.zero_grad()
+        for number in range(microbatches):
+            noise = torch.Generator().manual_seed(10 * step + number)
+            x = (torch.randn(6, 24, generator=noise) * (1 + step)).requires_grad_()
+            with autocast(recipe=recipe):
+                y = call(x)
+            y.square().mean().backward()
+            assert x.grad is not None
+            seen.append(x.grad)
+        seen += [p.grad for p in module.parameters() if p.grad is not None]
+    return [tensor.clone() for tensor in (*seen, *module.state_dict().values())]
+
+
+@pytest.mark.parametrize(("compiled", "reentrant", "microbatches", "name"), list(combinations()))
+def test_every_combination(compiled: str, reentrant: bool | None, microbatches: int, name: str) -> None:
+    """The scales move between the two runs of a region: the second must use those of the first."""
+    module, eager = model(), model()
+    call = called(module, compiled, reentrant)
+    if refusal := REFUSED.get((compiled, reentrant)):
+        kind, said = refusal
+        with pytest.raises(kind, match=said):
+            train(module, call, RECIPES[name], microbatches)
+        return
+    found, expected = (train(m, c, RECIPES[name], microbatches) for m, c in ((module, call), (eager, eager)))
+    assert len(found) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.slow
+def test_recomputation_inside_the_context_uses_its_scales() -> None:
+    """There the scales have not moved yet, so a compiled region may be recomputed, too."""
+    results = []
+    for compiled, reentrant in (("nothing", None), ("inside", False)):
+        module = model()
+        call = called(module, compiled, reentrant)
+        for step in range(3):
+            with autocast(recipe=RECIPES["delayed"]):
+                call(torch.full((6, 24), 1.0 + step)).square().mean().backward()
+        results.append([p.grad for p in module.parameters()] + list(module.state_dict().values()))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))  # type: ignore[arg-type]
