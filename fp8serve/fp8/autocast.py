@@ -12,6 +12,9 @@ call has recorded what its backward pass needs. The gradients' states are update
 We ask the autograd engine for that moment (`queue_callback`) rather than attach it to the first module, because a
 frozen first module has no backward at all.
 
+torch.compile of a function that enters a context itself, as a decorated `model.forward` does, compiles what is inside.
+Entry and exit are left to Python (`keep_compiler_out`): graphs of them would bake in which step was running.
+
 The process group is the default one unless the caller names another or sets `reduce_amax=False`; it is looked up when a
 context is entered, because a decorator is often made before the process group.
 """
@@ -30,6 +33,7 @@ from fp8serve.fp8.microbatch import checked
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed, trains
 from fp8serve.fp8.session import Rule, Session, common
 from fp8serve.fp8.steps import Step
+from fp8serve.fp8.torch_private import keep_compiler_out
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +103,7 @@ class autocast(ContextDecorator):  # noqa: N801 - reads like torch.autocast
             kind = type(self.recipe).__name__
             raise RecipeError(f"calibrating records amax histories, and {kind} has none; use DelayedScaling.")
 
+    @keep_compiler_out
     def __enter__(self) -> "autocast":
         frame = self._frame()
         _LOCAL.stack.append(frame)
@@ -113,6 +118,7 @@ class autocast(ContextDecorator):  # noqa: N801 - reads like torch.autocast
         group = default_group() if self.amax_reduction_group is None else self.amax_reduction_group
         return Frame(*settings, group, *self.session.rule(recipe, group))
 
+    @keep_compiler_out
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

@@ -30,6 +30,7 @@ NAMES = {
     "torch.distributed.tensor.debug._clear_sharding_prop_cache": "makes DTensor forget the process groups it has seen",
     "torch._C._functorch.peek_interpreter_stack": "tells whether a transform of torch.func is running",
     "torch.autograd.forward_ad._current_level": "tells whether differentiation in forward mode is running",
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy": "keeps TorchDynamo out of a function and all that it calls",
     "torch._C._dispatch_has_kernel_for_dispatch_key": "tells which device has a kernel for an op",
 }
 MAY_BE_MISSING = {"torch._C._cuda_getDriverVersion": "is there in a torch that was built with CUDA"}
@@ -57,6 +58,17 @@ def backward_pass() -> int | None:
     """The number of the backward pass that is running in this thread; None outside of one."""
     task = torch._C._current_graph_task_id()
     return None if task == -1 else task
+
+
+def keep_compiler_out(function: Function) -> Function:
+    """Never compile `function`, nor what it calls: a graph ends before the call and another begins after it.
+
+    As `torch.compiler.disable`, which imports TorchDynamo, and adds a call of its own.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(cast(Any, function).__code__, frames._FrameExecStrategy(skip, skip))
+    return function
 
 
 def is_transformed() -> bool:

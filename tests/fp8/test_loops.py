@@ -52,6 +52,43 @@ def test_a_compiled_model_in_such_a_loop_is_announced() -> None:
         loop(run, optimizer, SHORT)  # type: ignore[arg-type]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, in its tracer
+@pytest.mark.parametrize("recipe", [SHORT, Float8CurrentScaling()], ids=lambda r: type(r).__name__)
+def test_a_compiled_model_that_enters_the_context_itself_is_not_announced(recipe: Recipe) -> None:
+    """As docs/training.md wires a Trainer. The steps are those of the eager model, to the last bit."""
+    results = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Linear(8, 8)
+        model.forward = autocast(recipe=recipe)(model.forward)  # type: ignore[method-assign]
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            one_step(run, optimizer)  # type: ignore[arg-type]
+        results.append(list(model.state_dict().values()))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, in its tracer
+def test_a_compiled_step_with_its_own_context_updates_the_scales() -> None:
+    """Entry, exit and the backward pass are in the function that is compiled."""
+    model = Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @torch.compile(backend="aot_eager")
+    def step() -> None:
+        with autocast(recipe=SHORT):
+            loss = model(torch.ones(2, 8)).square().sum()
+        loss.backward()
+
+    for _ in range(3):
+        step()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert scaling_state(model)["input"].steps == scaling_state(model)["grad_output"].steps == 3
+
+
 def test_a_context_for_every_step_is_not_announced() -> None:
     model = Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,5 +1,6 @@
 """`transformers.Trainer` and `accelerate` train a converted model as docs/training.md says; the result is served."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,14 @@ def base(tmp_path: Path) -> Any:
     return convert(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32))
 
 
+@pytest.fixture
+def _compiles_nothing_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`torch_compile` of TrainingArguments stays in the environment and in accelerate's state."""
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
+    yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def check_served(model: Any, out: Path) -> None:
     layer = model.model.layers[0].self_attn.q_proj
     assert scaling_state(layer)["input"].scale != 1, "no step updated the scales"
@@ -29,13 +38,18 @@ def check_served(model: Any, out: Path) -> None:
     assert len(Engine(out).generate([[5, 6, 7]], max_new_tokens=3)[0].token_ids) == 3
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_trainer(base: Any, tmp_path: Path, checkpointing: bool) -> None:
+@pytest.mark.usefixtures("_compiles_nothing_afterwards")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, in its tracer
+@pytest.mark.parametrize(
+    ("checkpointing", "compiled"), [(False, False), (True, False), pytest.param(False, True, marks=pytest.mark.slow)]
+)
+def test_trainer(base: Any, tmp_path: Path, checkpointing: bool, compiled: bool) -> None:
     before = base.model.layers[0].self_attn.q_proj.weight.detach().clone()
     base.forward = autocast(recipe=RECIPE)(base.forward)
     arguments = transformers.TrainingArguments(
         str(tmp_path / "run"), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=3,
         learning_rate=1e-3, report_to=[], use_cpu=True, activation_checkpointing=checkpointing, save_strategy="no",
+        torch_compile=compiled, torch_compile_backend="aot_eager" if compiled else None,
     )  # fmt: skip
     transformers.Trainer(base, arguments, train_dataset=ROWS).train()
     assert not torch.equal(before, base.model.layers[0].self_attn.q_proj.weight)
