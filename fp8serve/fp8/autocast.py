@@ -20,6 +20,7 @@ context is entered, because a decorator is often made before the process group.
 """
 
 import threading
+import warnings
 from contextlib import ContextDecorator
 from dataclasses import dataclass
 from types import TracebackType
@@ -148,6 +149,13 @@ def _end_step(failed: bool, recording: bool) -> None:
     """Update what the outermost context staged, or forget it."""
     ended, _LOCAL.step = _LOCAL.step, Step("forward")
     ended.watch.close()
+    if count := ended.without_history:
+        warnings.warn(
+            f"{count} FP8 layer{'s were' if count > 1 else ' was'} evaluated under delayed scaling with scale 1, for "
+            "want of an amax history: small values became zero. Train or calibrate the model first, load the scaling "
+            "states of the trained one (they are in its state_dict, not among its parameters), or use another recipe.",
+            stacklevel=3,
+        )
     if failed:
         ended.discard()
     elif recording:

@@ -163,14 +163,13 @@ class DotProductAttention(Stateful):
         if context is None or not attends_in_fp8(context.recipe):
             return None
         recipe, graph = context.recipe, torch.is_grad_enabled()
+        recording = graph or context.calibrating
         if (rules := delayed(recipe)) is not None and context.rule is not None:
-            prepare(self, context.rule, context.held, rules.amax_history_len)
+            prepare(self, context.rule, context.held, rules.amax_history_len, recording)
         states = {} if rules is None else self.scaling
         if context.rule is not None and context.held is not None and graph and differentiable:
             expect_backward(states["q"].amax_history, context.rule, context.held)
-        return Rounding(
-            self.key, recipe, context.rule, context.held, states, context.enabled, graph or context.calibrating
-        )
+        return Rounding(self.key, recipe, context.rule, context.held, states, context.enabled, recording)
 
 
 def _attend(

@@ -324,9 +324,9 @@ class Linear(Stateful, nn.Linear):
 
     def _call(self, context: Frame) -> LinearCall:
         recipe = context.recipe
-        rules = delayed(recipe)
+        rules, recording = delayed(recipe), torch.is_grad_enabled() or context.calibrating
         if rules is not None and context.rule is not None:
-            prepare(self, context.rule, context.held, rules.amax_history_len)
+            prepare(self, context.rule, context.held, rules.amax_history_len, recording)
         return LinearCall(
             module=self.key,
             recipe=recipe,
@@ -334,7 +334,7 @@ class Linear(Stateful, nn.Linear):
             held=context.held,
             states={} if rules is None else self.scaling,
             hp=recipe.override_linear_precision if context.enabled else (True, True, True),
-            recording=torch.is_grad_enabled() or context.calibrating,
+            recording=recording,
             observer=None if torch.compiler.is_compiling() else self.observer,
             observing=context.calibrating,
         )

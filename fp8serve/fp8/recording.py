@@ -15,24 +15,39 @@ from fp8serve.fp8.steps import backward_step
 from fp8serve.fp8.torch_private import constant_in_graphs
 
 
-def prepare(module: Scaled, number: int, rule: Rule | None, length: int) -> None:
+def prepare(module: Scaled, number: int, rule: Rule | None, length: int, recording: bool) -> None:
     """Create or resize the states of a module that is to run by a rule, which is given with its number.
 
-    torch.compile runs this while it traces, not in the graph. RecipeError: the rule reduces another session.
+    Without `recording` the module is evaluated with the scales that it has. torch.compile runs this while it traces,
+    not in the graph. RecipeError: the rule reduces another session.
     """
     if torch.compiler.is_compiling() or rule is None:
-        _prepare_by_number(module.key, number, length)
+        _prepare_by_number(module.key, number, length, recording)
     else:
-        rule.check(module)
-        module.prepare(length)
+        _prepare(module, rule, length, recording)
 
 
 @constant_in_graphs
-def _prepare_by_number(module: int, rule: int, length: int) -> bool:
-    owner = MODULES[module]
-    RULES[rule].check(owner)
-    owner.prepare(length)
+def _prepare_by_number(module: int, rule: int, length: int, recording: bool) -> bool:
+    _prepare(MODULES[module], RULES[rule], length, recording)
     return True
+
+
+def _prepare(module: Scaled, rule: Rule, length: int, recording: bool) -> None:
+    rule.check(module)
+    module.prepare(length)
+    if not (recording or module.is_evaluated):
+        module.is_evaluated = True
+        step().without_history += not _has_history(module)
+
+
+def _has_history(module: Scaled) -> bool:
+    """Whether a scale of the forward pass has ever been set; waits for the device. True where it cannot be read."""
+    states = [module.scaling[name] for name in module.tensors["forward"]]
+    history = states[0].amax_history
+    if history.is_meta or (history.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return True
+    return any(bool(s.amax_history.any()) or float(s.scale) != 1.0 for s in states)
 
 
 def expect_backward(history: Tensor, number: int, rule: Rule) -> None:

@@ -104,6 +104,7 @@ class Scaled(Protocol):
     place: Place
     tensors: ClassVar[dict[Direction, tuple[str, ...]]]  # which are staged in which pass
     scaling: dict[str, ScalingState]
+    is_evaluated: bool  # it has run with the scales that it had, recording nothing
 
     def prepare(self, length: int) -> None:
         """Create the states, or resize them to this history length."""

@@ -33,17 +33,20 @@ class Stateful(nn.Module):
     session: Session
     place: Place  # in the session
     scaling: dict[str, ScalingState]
+    is_evaluated: bool
 
     def _begin(self) -> None:
         self.key = MODULES.add(self)
         self.session = common()
         self.place = self.session.enroll(self)
         self.scaling = {}
+        self.is_evaluated = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # a copy has its own place and its own states
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.key = MODULES.add(self)
         self.place = self.session.copied(self)
+        self.is_evaluated = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """As any module is copied; torch's own copy of a parametrized module would leave out `__setstate__`."""

@@ -81,6 +81,7 @@ def test_cast_and_transpose_is_one_op_on_tn_devices(monkeypatch: pytest.MonkeyPa
     assert not turned
 
 
+@pytest.mark.filterwarnings("ignore:.*evaluated under delayed scaling with scale 1:UserWarning")
 def test_nothing_is_transposed_without_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     cast = spied(monkeypatch, casting, "_quantize_delayed")
     layer = Linear(8, 8)

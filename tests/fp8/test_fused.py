@@ -124,6 +124,7 @@ def test_fused_ops_give_the_bits_of_the_reference(name: str) -> None:
         assert torch.equal(amax, expected_amax)
 
 
+@pytest.mark.filterwarnings("ignore:.*evaluated under delayed scaling with scale 1:UserWarning")
 def test_torch_autocast_rounds_in_between() -> None:
     """FP32 in, BF16 autocast: the norm stays FP32 and the Linear rounds its input, fused or not."""
     fused = NormLinear(norms()["rms"], Linear(40, 24))

@@ -98,6 +98,7 @@ def keep(model: nn.Module, mode: Mode) -> None:
     loss.backward()
 
 
+@pytest.mark.filterwarnings("ignore:.*evaluated under delayed scaling with scale 1:UserWarning")
 @pytest.mark.parametrize("use", [first_use, resize, calibrate, load, move, watch, keep])
 def test_training_afterwards_is_as_after_no_grad(use: Callable[[nn.Module, Mode], None]) -> None:
     results = []

@@ -108,6 +108,7 @@ def never(optimizer: Any, backward: Callable[[], None], none: bool) -> None:
     optimizer.step()
 
 
+@pytest.mark.filterwarnings("ignore:.*evaluated under delayed scaling with scale 1:UserWarning")  # the test's own
 @pytest.mark.parametrize("none", [True, False], ids=["to none", "to zero"])
 @pytest.mark.parametrize("order", [before_backward, after_step, never])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -317,6 +318,7 @@ def test_what_is_known_to_have_changed_a_weight_outweighs_the_announcement(
         assert len(seen) == 2
 
 
+@pytest.mark.filterwarnings("ignore:.*evaluated under delayed scaling with scale 1:UserWarning")
 def test_kept_data_serve_their_recipe_and_their_directions_only() -> None:
     layer = Linear(24, 16)
     seen = casts(layer)

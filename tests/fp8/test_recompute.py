@@ -147,6 +147,7 @@ def test_high_precision_regions_are_left_alone() -> None:
     assert scaling_state(blocks[0][0]) == {}  # type: ignore[index]
 
 
+@pytest.mark.filterwarnings("ignore:.*evaluated under delayed scaling with scale 1:UserWarning")
 def test_the_reentrant_variant_is_refused_rather_than_wrong() -> None:
     blocks = model()
     reentrant = partial(checkpoint, use_reentrant=True)

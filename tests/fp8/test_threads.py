@@ -75,6 +75,7 @@ def test_runs_in_threads_are_bit_equal_to_runs_in_a_row(hasty: None) -> None:
         assert all(torch.equal(beside[seed][name], value) for name, value in wanted.items())
 
 
+@pytest.mark.filterwarnings("ignore:.*evaluated under delayed scaling with scale 1:UserWarning")
 def test_threads_may_run_one_model_without_gradients(hasty: None) -> None:
     torch.manual_seed(0)
     model = convert(nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 8)))

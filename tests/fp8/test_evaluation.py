@@ -1,0 +1,128 @@
+"""Evaluation under delayed scaling: layers whose scales nothing has set are announced, once; others are not."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from fp8serve import DelayedScaling, DotProductAttention, Float8CurrentScaling, autocast, convert
+from fp8serve.fp8.recipe import Recipe
+
+SHORT = DelayedScaling(amax_history_len=4)
+SMALL = 1e-4  # activations that scale 1 makes zero
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return convert(nn.Sequential(nn.Linear(16, 16, bias=False), nn.ReLU(), nn.Linear(16, 8, bias=False)))
+
+
+def train(module: nn.Module, recipe: Recipe = SHORT) -> nn.Module:
+    for _ in range(2):  # in the first step, at scale 1, the second layer sees zeros only
+        with autocast(recipe=recipe):
+            module(SMALL * torch.randn(4, 16)).sum().backward()
+    return module
+
+
+@torch.no_grad()
+def evaluate(module: nn.Module, recipe: Recipe = SHORT) -> Tensor:
+    with autocast(recipe=recipe):
+        out: Tensor = module(SMALL * torch.ones(4, 16))
+    return out
+
+
+def averaged(trained: nn.Module) -> nn.Module:
+    """An EMA model that is made before training and gets the parameters afterwards."""
+    average = AveragedModel(model())
+    average.update_parameters(trained)
+    return average
+
+
+def with_parameters_only(trained: nn.Module) -> nn.Module:
+    fresh = model()
+    fresh.load_state_dict(dict(trained.named_parameters()))
+    return fresh
+
+
+WITHOUT_HISTORY: dict[str, Callable[[], nn.Module]] = {
+    "never trained": model,
+    "trained by another recipe": lambda: train(model(), Float8CurrentScaling()),
+    "EMA of parameters": lambda: averaged(train(model())),
+    "parameters only": lambda: with_parameters_only(train(model())),
+    "copy of a fresh one": lambda: copy.deepcopy(model()),
+}
+WITH_HISTORY: dict[str, Callable[[], nn.Module]] = {
+    "trained": lambda: train(model()),
+    "deepcopy": lambda: copy.deepcopy(train(model())),
+    "EMA made afterwards": lambda: AveragedModel(train(model())),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_HISTORY)
+def test_scales_that_nothing_has_set_are_announced_once(name: str) -> None:
+    module = WITHOUT_HISTORY[name]()
+    with pytest.warns(UserWarning, match="^2 FP8 layers were evaluated under delayed scaling with scale 1") as seen:
+        out = evaluate(module)
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+    assert not out.any(), "then the warning is for nothing"
+    evaluate(module)  # warnings are errors here
+
+
+@pytest.mark.parametrize("name", WITH_HISTORY)
+def test_scales_that_training_has_set_are_not(name: str) -> None:
+    assert evaluate(WITH_HISTORY[name]()).any()
+
+
+def test_a_state_dict_brings_the_scales() -> None:
+    source, target = train(model()), model()
+    target.load_state_dict(source.state_dict())
+    assert torch.equal(evaluate(target), evaluate(source))
+
+
+def test_calibration_sets_them() -> None:
+    module = model()
+    with torch.no_grad(), autocast(enabled=False, calibrating=True, recipe=SHORT):
+        module(SMALL * torch.ones(4, 16))
+    assert evaluate(module).any()
+
+
+def test_a_copy_is_announced_for_itself() -> None:
+    """An announcement is not inherited: the copy may be all that is evaluated from now on."""
+    module = model()
+    with pytest.warns(UserWarning, match="2 FP8 layers"):
+        evaluate(module)
+    twin = copy.deepcopy(module)
+    with pytest.warns(UserWarning, match="2 FP8 layers"):
+        evaluate(twin)
+
+
+def test_recipes_without_states_have_nothing_to_announce() -> None:
+    assert evaluate(model(), Float8CurrentScaling()).any()
+
+
+def test_a_training_step_is_not_an_evaluation() -> None:
+    """Its scales begin with 1, as the rules of the update say."""
+    train(model())
+
+
+def test_attention_is_announced_too() -> None:
+    q, k, v = (torch.randn(4, 2, 8) for _ in range(3))
+    with (
+        pytest.warns(UserWarning, match="^1 FP8 layer was evaluated"),
+        torch.no_grad(),
+        autocast(recipe=DelayedScaling(fp8_dpa=True)),
+    ):
+        DotProductAttention()(q, k, v, [4], 0.3)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_compiled_model_is_announced_and_evaluated_as_the_eager_one() -> None:
+    module = model()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    with pytest.warns(UserWarning, match="2 FP8 layers"):
+        found = evaluate(compiled)  # type: ignore[arg-type]
+    assert torch.equal(found, evaluate(module))
