@@ -24,9 +24,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.utils.parametrize import is_parametrized
 
 from fp8serve.fp8 import fast_paths
-from fp8serve.fp8.announce import announcements, skipped
+from fp8serve.fp8.announce import announcements, is_plain, skipped
 from fp8serve.fp8.autocast import Frame, current
 from fp8serve.fp8.casting import (
     Operand,
@@ -236,8 +237,13 @@ class Linear(Stateful, nn.Linear):
 
     @classmethod
     def adopt(cls, linear: nn.Linear) -> "Linear":
-        """Turn an nn.Linear into a Linear in place: same object, parameters, hooks and flags."""
-        linear.__class__ = cls
+        """Turn an nn.Linear into a Linear in place: same object, parameters, hooks, flags and parametrizations."""
+        kind = type(linear)
+        # Of a parametrized layer torch has made a class, whose properties evaluate the parametrizations.
+        own = {
+            name: value for name, value in vars(kind).items() if isinstance(value, property) or name == "__getstate__"
+        }
+        linear.__class__ = type(kind.__name__, (cls,), own) if is_parametrized(linear) else cls
         adopted = cast(Linear, linear)
         adopted._begin()
         return adopted
@@ -325,15 +331,16 @@ class Linear(Stateful, nn.Linear):
     def _call(self, context: Frame) -> LinearCall:
         recipe = context.recipe
         rules, recording = delayed(recipe), torch.is_grad_enabled() or context.calibrating
+        hp = recipe.override_linear_precision if context.enabled else (True, True, True)
         if rules is not None and context.rule is not None:
-            prepare(self, context.rule, context.held, rules.amax_history_len, recording)
+            prepare(self, context.rule, context.held, rules.amax_history_len, recording or hp[0])
         return LinearCall(
             module=self.key,
             recipe=recipe,
             rule=context.rule,
             held=context.held,
             states={} if rules is None else self.scaling,
-            hp=recipe.override_linear_precision if context.enabled else (True, True, True),
+            hp=hp,
             recording=recording,
             observer=None if torch.compiler.is_compiling() else self.observer,
             observing=context.calibrating,
@@ -362,8 +369,8 @@ class Linear(Stateful, nn.Linear):
 
 def _plain_linears(module: nn.Module, skip: tuple[str, ...]) -> Iterator[nn.Linear]:
     for name, child in module.named_modules():
-        if type(child) is nn.Linear and not skipped(name, skip):
-            yield child
+        if is_plain(child) and not skipped(name, skip):
+            yield cast(nn.Linear, child)
 
 
 def convert(module: nn.Module, skip: tuple[str, ...] = ("lm_head",)) -> nn.Module:
@@ -371,7 +378,8 @@ def convert(module: nn.Module, skip: tuple[str, ...] = ("lm_head",)) -> nn.Modul
 
     `skip` holds last name components ("lm_head"), full names, or patterns ("model.layers.0.*"). Subclasses of nn.Linear
     are left alone, because they promise something of their own. Warns when nothing was converted, when an entry of
-    `skip` (but the usual "lm_head") fits no layer, and of an nn.MultiheadAttention, which stays in high precision.
+    `skip` (but the usual "lm_head") fits no layer, and of what stays in high precision: nn.MultiheadAttention,
+    nn.LazyLinear, and other weights if they are more than 5 % of all (`announce.weights_left` lists them).
     The kernels of a GPU that the module lies on, or is moved to later, are checked at their first use (selfcheck).
     """
     patterns = (skip,) if isinstance(skip, str) else tuple(skip)

@@ -18,7 +18,7 @@ from fp8serve.fp8.torch_private import constant_in_graphs
 def prepare(module: Scaled, number: int, rule: Rule | None, length: int, recording: bool) -> None:
     """Create or resize the states of a module that is to run by a rule, which is given with its number.
 
-    Without `recording` the module is evaluated with the scales that it has. torch.compile runs this while it traces,
+    Without `recording` the module quantizes with the scales that it has. torch.compile runs this while it traces,
     not in the graph. RecipeError: the rule reduces another session.
     """
     if torch.compiler.is_compiling() or rule is None:

@@ -104,6 +104,10 @@ def test_recipes_without_states_have_nothing_to_announce() -> None:
     assert evaluate(model(), Float8CurrentScaling()).any()
 
 
+def test_a_forward_pass_in_high_precision_reads_no_scale() -> None:
+    assert evaluate(model(), DelayedScaling(override_linear_precision=(True, False, False))).any()
+
+
 def test_a_training_step_is_not_an_evaluation() -> None:
     """Its scales begin with 1, as the rules of the update say."""
     train(model())

@@ -1,0 +1,106 @@
+"""`convert` says what it leaves in high precision, and its share of the weights; it converts parametrized layers."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils.parametrize import remove_parametrizations
+
+from fp8serve import DelayedScaling, Float8CurrentScaling, Linear, autocast, convert
+from fp8serve.fp8.announce import weights_left
+
+transformers = pytest.importorskip("transformers")
+
+
+def mixture() -> nn.Module:
+    """A model of transformers 5, most of whose weights are experts."""
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, moe_intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=8, num_experts_per_tok=2,
+    )  # fmt: skip
+    return transformers.Qwen3MoeForCausalLM(config)  # type: ignore[no-any-return]
+
+
+class Positions(nn.Module):
+    """A linear layer beside a small matrix of another kind, as in a vision transformer."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.zeros(1, rows, 32))
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x + self.places)
+        return out
+
+
+class Special(nn.Linear):
+    pass
+
+
+def test_a_mixture_names_its_experts_and_their_share() -> None:
+    model = mixture()
+    with pytest.warns(UserWarning, match=r"^convert\(\) has left 9\d% of the weights in high precision \(") as seen:
+        convert(model)
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+    assert "(Qwen3MoeExperts.gate_up_proj, Qwen3MoeExperts.down_proj, " in str(seen[0].message)
+    left = weights_left(model, ("lm_head",))
+    assert left["Qwen3MoeExperts.gate_up_proj"] == 2 * 8 * 128 * 32
+    assert left["Qwen3MoeExperts.down_proj"] == 2 * 8 * 32 * 64
+
+
+def test_what_skip_names_is_not_announced() -> None:
+    assert "Linear.weight" not in weights_left(mixture(), ("lm_head",))
+    convert(mixture(), skip=("lm_head", "*.experts", "*.gate"))  # warnings are errors here
+
+
+@pytest.mark.parametrize(("rows", "announced"), [(1, False), (64, True)])
+def test_a_small_share_is_not_announced(rows: int, announced: bool) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        convert(Positions(rows))
+    said = ["convert() has left 67% of the weights in high precision (Positions.places): it converts nn.Linear only."]
+    assert [str(w.message) for w in seen] == (said if announced else [])
+
+
+def test_a_class_of_its_own_beside_others_is_named() -> None:
+    with pytest.warns(UserWarning, match=r"left 50% of the weights in high precision \(Special\.weight\)"):
+        convert(nn.Sequential(Special(8, 8), nn.Linear(8, 8)))
+
+
+def test_tied_embeddings_and_converted_layers_are_not_left() -> None:
+    model = nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 8), nn.Linear(8, 64, bias=False))
+    model[2].weight = model[0].weight
+    assert weights_left(model) == weights_left(convert(model)) == {}
+
+
+def test_lazy_layers_are_named_and_converted_after_a_call() -> None:
+    model = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8))
+    with pytest.warns(UserWarning, match=r"left 1 nn\.LazyLinear in high precision \('0' first\); run the model once"):
+        convert(model)
+    model(torch.ones(2, 4))
+    assert all(isinstance(layer, Linear) for layer in convert(model).children())
+
+
+@pytest.mark.parametrize("register", [parametrizations.weight_norm, parametrizations.spectral_norm])
+def test_a_parametrized_layer_is_converted_and_stays_parametrized(register: object) -> None:
+    torch.manual_seed(0)
+    original = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8)).train(False)
+    register(original[0])  # type: ignore[operator]
+    expected = original(x := torch.randn(4, 16))
+    model = convert(copy.deepcopy(original))
+    assert all(isinstance(layer, Linear) for layer in model.children())
+    assert torch.equal(model(x), expected)
+    assert model.state_dict().keys() == original.state_dict().keys()
+    with autocast(recipe=DelayedScaling(amax_history_len=4)):
+        model(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    with torch.no_grad(), autocast(recipe=Float8CurrentScaling()):
+        before = model(x)
+        assert torch.equal(copy.deepcopy(model)(x), before)
+        assert type(remove_parametrizations(model[0], "weight")) is Linear  # type: ignore[index]
+        torch.testing.assert_close(model(x), before)
