@@ -296,8 +296,9 @@ class Linear(Stateful, nn.Linear):
         runs_frozen = context is not None and not graph
         if context is None and graph:
             refuse_reentrant(self._ran_frozen)
-        # Setting a module's attribute is slow. A graph that reads one is compiled again for another value.
-        if torch.compiler.is_compiling() or self._ran_frozen != runs_frozen:
+        # Setting a module's attribute is slow. A graph that reads one is compiled again for another value; one of
+        # torch.export sets none.
+        if not torch.compiler.is_exporting() and (torch.compiler.is_compiling() or self._ran_frozen != runs_frozen):
             self._ran_frozen = runs_frozen
         if context is None:
             return None
