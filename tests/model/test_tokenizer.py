@@ -83,6 +83,21 @@ def test_chat_equals_transformers(name: str, tmp_path: Path) -> None:
             assert ours.encode_chat(messages, add_generation_prompt=prompt) == ids
 
 
+@pytest.mark.parametrize("text", ["Well", "Well, ", " Well,\n", "a"])
+@pytest.mark.parametrize("name", ["plain", "llama-2", "loop-controls", "macro", "generation"])
+def test_a_begun_chat_equals_transformers(name: str, text: str, tmp_path: Path) -> None:
+    theirs: Any = write_tokenizer(tmp_path, template=TEMPLATES[name])
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}]
+    expected = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    assert Tokenizer.from_dir(tmp_path).begun_chat(messages) == expected
+
+
+def test_a_template_without_the_last_message_cannot_continue_it(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, template="{{ messages[0].content }}")
+    with pytest.raises(RequestError, match="leaves out the message that is to be continued"):
+        Tokenizer.from_dir(tmp_path).begun_chat([{"role": "user", "content": "Hi"}, {"role": "assistant"}])
+
+
 def test_chat_has_one_bos(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     ours = Tokenizer.from_dir(tmp_path)

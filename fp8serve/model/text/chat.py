@@ -40,6 +40,8 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 REFUSALS = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
 """Raised by a template that does not accept a conversation."""
+END_OF_BEGUN = "<end-of-begun-message>"
+"""Stands in the place at which a message is to be continued."""
 MAX_STEPS = 50_000_000
 MAX_CHARS = 16 * 1024 * 1024
 
@@ -280,6 +282,18 @@ class ChatTemplate:
                 return self._first_accepted(plain, given)
         finally:
             _mark.reset(token)
+
+    def render_begun(self, messages: list[Message], variables: Mapping[str, Any] = NOTHING) -> str:
+        """The text up to the end of the last message, for a model that continues it, as transformers cuts it: white
+        space at the end stays if the template keeps it. `variables` and errors: see `render`.
+        """
+        *earlier, last = messages
+        begun = last.get("content") or ""
+        text = self.render([*earlier, last | {"content": f"{begun}{END_OF_BEGUN} "}], False, variables=variables)
+        before, end, after = text.rpartition(END_OF_BEGUN)
+        if not end:
+            raise RequestError("The model's chat template leaves out the message that is to be continued.")
+        return before if after.startswith(" ") else before.rstrip()
 
     def _first_accepted(self, messages: list[Message], given: dict[str, Any]) -> str:
         """The text of the first form that the template accepts; if none, the error is that of the first form."""

@@ -254,6 +254,10 @@ class Tokenizer:
         """The conversation as the model's template writes it, with further variables. ModelError: it has none."""
         return self._require_template().render(messages, add_generation_prompt, variables=variables)
 
+    def begun_chat(self, messages: list[Message], variables: Mapping[str, Any] = NOTHING) -> str:
+        """The conversation up to the end of its last message. ModelError: the model has no template."""
+        return self._require_template().render_begun(messages, variables)
+
     def encode_chat(self, messages: list[Message], add_generation_prompt: bool = True) -> list[int]:
         """Ids of the rendered conversation. The template writes BOS itself if the model needs one, so none is added."""
         return self.encode(self.chat(messages, add_generation_prompt), add_special_tokens=False)

@@ -24,7 +24,7 @@ from fp8serve.server.access.limits import Visit
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.streams import EventStream, event, until_disconnect
 from fp8serve.server.parsing.request_parser import Ids, Prompt, RequestParser
-from fp8serve.server.schemas.messages import Message
+from fp8serve.server.schemas.messages import Ending, Message
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.admission import Places
 from fp8serve.server.serving.generation import Echo, Generation
@@ -45,16 +45,17 @@ class ParsedRequest:
     """What a body asks for. Either `prompts` (texts or token ids) or `conversation` is given.
 
     `sampling` makes the parameters from the number of tokens for which the longest prompt leaves room. `variables`: for
-    the chat template. `truncate`: how many tokens are kept of each prompt, the last ones. `choices`: answers to each
-    prompt. `tools`: the JSON schema of each tool's arguments, for an error about a form that was made from them.
-    `fitted` adapts these parameters to the served weights and the end of the conversation, or refuses with a Fault.
-    `echo`: whether prompts are a part of the answer.
+    the chat template. `ending`: what the model is to write. `truncate`: how many tokens are kept of each prompt, the
+    last ones. `choices`: answers to each prompt. `tools`: the JSON schema of each tool's arguments, for an error about
+    a form that was made from them. `fitted` adapts these parameters to the served weights and the end of the
+    conversation, or refuses with a Fault. `echo`: whether prompts are a part of the answer.
     """
 
     sampling: Callable[[int], SamplingParams]
     prompts: Sequence[Prompt] = ()
     conversation: list[Message] | None = None
     variables: JsonObject = field(default_factory=dict)
+    ending: Ending = "prompted"
     truncate: int | None = None
     choices: int = 1
     tools: dict[str, str] = field(default_factory=dict)
@@ -171,7 +172,7 @@ def _reserve(asked: ParsedRequest, served: Served, state: ServerState) -> Places
 async def _read(asked: ParsedRequest, served: Served, parser: RequestParser) -> tuple[list[Ids], str]:
     """The prompts, and the text at the end of a conversation."""
     if asked.conversation is not None:
-        ids, end = await parser.conversation(served, asked.conversation, asked.variables)
+        ids, end = await parser.conversation(served, asked.conversation, asked.variables, asked.ending)
         return [ids], end
     return await parser.prompts(served, asked.prompts, asked.truncate), ""
 

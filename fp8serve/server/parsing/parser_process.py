@@ -62,14 +62,17 @@ def _chat(head: Head, body: bytes) -> Answer:
 
 def _count(head: Head, body: bytes) -> Answer:
     tokenizer = _tokenizer(head["directory"])
-    text = _render(tokenizer, head | {"prompted": True}, body)
+    text = _render(tokenizer, head, body)
     return {"count": len(tokenizer.encode(text, False))}, b""
 
 
 def _render(tokenizer: Tokenizer, head: Head, body: bytes) -> str:
     """The template writes BOS itself where the model wants one: its text is encoded without."""
     allow(head["template_cpu"])
-    text = tokenizer.chat(json.loads(body), head["prompted"], head["variables"])
+    if head["ending"] == "continued":
+        text = tokenizer.begun_chat(json.loads(body), head["variables"])
+    else:
+        text = tokenizer.chat(json.loads(body), head["ending"] == "prompted", head["variables"])
     allow(head["cpu"])
     return text
 

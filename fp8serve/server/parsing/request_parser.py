@@ -20,7 +20,7 @@ from fp8serve.server.faults import Code, Fault
 from fp8serve.server.parsing.parser_pool import SHORT, Allowance, ParserPool
 from fp8serve.server.parsing.sizes import Sizes, too_long
 from fp8serve.server.parsing.texts import Asked, Read
-from fp8serve.server.schemas.messages import Message, plain_messages
+from fp8serve.server.schemas.messages import Ending, Message, plain_messages
 from fp8serve.server.serving.generation import Echo
 from fp8serve.server.serving.served import Served
 from fp8serve.server.settings import ServerLimits
@@ -81,10 +81,12 @@ class RequestParser:
         head = {"op": "encode", "lengths": [len(p) for p in pieces], "special": True, "keep": cut}
         return await self._ids(served, head, b"".join(pieces))
 
-    async def conversation(self, served: Served, messages: list[Message], variables: dict[str, Any]) -> tuple[Ids, str]:
+    async def conversation(
+        self, served: Served, messages: list[Message], variables: dict[str, Any], ending: Ending
+    ) -> tuple[Ids, str]:
         """The conversation through the model's own template, and the text of its last tokens. Fault when the model has
         no template, or it refuses the messages."""
-        head = {"op": "chat", "prompted": True, "variables": variables, "keep": None}
+        head = {"op": "chat", "ending": ending, "variables": variables, "keep": None}
         answer, _ = await self._ask(served, head, plain(messages))
         return tuple(_fitting(served, answer["prompts"])[0]), answer["end"]
 
@@ -101,9 +103,10 @@ class RequestParser:
                 head = {"op": "table", "size": served.engine.limits.vocab_size}
                 served.tokenizer.table = TokenTable(await self.render(served, head, b""))
 
-    async def count(self, served: Served, messages: list[Message], variables: dict[str, Any]) -> int:
+    async def count(self, served: Served, messages: list[Message], variables: dict[str, Any], ending: Ending) -> int:
         """How many tokens the conversation has, even if they are more than the context holds."""
-        return int((await self._ask(served, {"op": "count", "variables": variables}, plain(messages)))[0]["count"])
+        head = {"op": "count", "ending": ending, "variables": variables}
+        return int((await self._ask(served, head, plain(messages)))[0]["count"])
 
     async def form(self, form: dict[str, str]) -> None:
         """RequestError when answers cannot have the form, a field of SamplingParams and its text."""

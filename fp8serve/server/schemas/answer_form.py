@@ -1,6 +1,6 @@
 """The form that an answer must have, as each family of clients spells it.
 
-    response_format                                  OpenAI
+    response_format                                  OpenAI, and the schemas of other projects in it
     structured_outputs, guided_json, guided_regex,   vLLM, newer and older
     guided_choice, guided_grammar
     grammar                                          llama.cpp: a text; text-generation-inference: an object
@@ -42,22 +42,39 @@ class TextFormat(Strict):
 
 
 class JsonObjectFormat(Strict):
+    """Any object, or one of a schema: `schema` is llama.cpp's, `value` text-generation-inference's."""
+
     type: Literal["json_object"]
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    value: dict[str, Any] | None = None
 
     def params(self) -> Form:
-        return {"json_schema": JSON_OBJECT}
+        schema = self.schema_ or self.value
+        return {"json_schema": json.dumps(schema) if schema else JSON_OBJECT}
+
+    @model_validator(mode="after")
+    def _one_schema(self) -> Self:
+        if self.schema_ is not None and self.value is not None:
+            raise PydanticCustomError("one_form", "give either schema or value, not both")
+        return self
 
 
 class JsonSchemaFormat(Strict):
+    """`value`: as text-generation-inference spells it."""
+
     type: Literal["json_schema"]
-    json_schema: JsonSchema
+    json_schema: JsonSchema | None = None
+    value: JsonSchema | None = None
 
     def params(self) -> Form:
-        return {"json_schema": json.dumps(self.json_schema.schema_)}
+        schema = self.json_schema or self.value
+        return {} if schema is None else {"json_schema": json.dumps(schema.schema_)}
 
-
-ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
-"""OpenAI's `response_format`."""
+    @model_validator(mode="after")
+    def _one_schema(self) -> Self:
+        if (self.json_schema is None) == (self.value is None):
+            raise PydanticCustomError("json_schema", "give the schema in json_schema")
+        return self
 
 
 class JsonGrammar(Strict):
@@ -84,6 +101,10 @@ class RegexGrammar(Strict):
         return {"regex": self.value}
 
 
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat | JsonGrammar | RegexGrammar, Field(discriminator="type")
+]
+"""OpenAI's `response_format`, and the forms that text-generation-inference takes there."""
 Grammar = Annotated[JsonGrammar | NamedJsonGrammar | RegexGrammar, Field(discriminator="type")]
 """text-generation-inference's `grammar`."""
 

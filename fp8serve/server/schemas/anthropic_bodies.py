@@ -167,9 +167,11 @@ class CountBody(Body):
     mcp_servers: Any = None
 
     @model_validator(mode="after")
-    def _an_answer_is_asked_for(self) -> Self:
-        if isinstance(self.messages[-1], AssistantTurn):
-            raise PydanticCustomError("messages", "the last of messages is the assistant's; it must be the user's")
+    def _calls_have_results(self) -> Self:
+        """The assistant's text may come last, and is continued then."""
+        last = self.messages[-1].content
+        if isinstance(last, list) and any(isinstance(block, ToolUseBlock) for block in last):
+            raise PydanticCustomError("messages", "the last of messages calls tools; send their results after it")
         return self
 
 

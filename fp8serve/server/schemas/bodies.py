@@ -30,7 +30,7 @@ def _free(variables: dict[str, Any]) -> dict[str, Any]:
     return variables
 
 
-OUR_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
+OUR_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 TemplateVariables = Annotated[
     dict[str, Any],
     Field(max_length=64, description="Further variables of the model's chat template."),

@@ -12,7 +12,7 @@ from fp8serve.engine.sampling_params import SamplingParams, TokenId, Tokens
 from fp8serve.server.schemas.answer_form import Formed, Grammar, Text
 from fp8serve.server.schemas.bodies import Body, LogitBias, TemplateVariables
 from fp8serve.server.schemas.derived import fields_of
-from fp8serve.server.schemas.messages import Message
+from fp8serve.server.schemas.messages import Message, ending_of
 from fp8serve.server.schemas.tools import Tools
 
 SPELT_OTHERWISE = ("logprobs", "prompt_logprobs", "json_schema", "regex", "grammar")
@@ -76,7 +76,8 @@ class TokenizeBody(Body):
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     tools: Tools | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None
     return_token_strs: bool = False
 
@@ -88,6 +89,7 @@ class TokenizeBody(Body):
             raise PydanticCustomError("tools", "tools needs messages")
         if self.messages is None and self.chat_template_kwargs is not None:
             raise PydanticCustomError("chat_template_kwargs", "chat_template_kwargs needs messages")
+        ending_of(self.messages or [], self.add_generation_prompt, self.continue_final_message)
         return self
 
 

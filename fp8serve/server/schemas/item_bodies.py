@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 from fp8serve.engine.sampling_params import Tokens
 from fp8serve.server.schemas.answer_form import JsonObjectFormat, TextFormat
 from fp8serve.server.schemas.bodies import Body, Metadata, Strict
-from fp8serve.server.schemas.messages import ToolName
+from fp8serve.server.schemas.messages import Effort, ToolName
 from fp8serve.server.schemas.tools import MAX_TOOLS, ArgumentSchema, Word, choice_of
 
 MAX_PARTS = 256
@@ -154,7 +154,7 @@ class TextOptions(Strict):
 class ReasoningOptions(Strict):
     """`effort` is passed to chat templates that know it; reasoning is returned in full, without a summary."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 

@@ -10,6 +10,8 @@ from fp8serve.model.text.conversation import for_template
 from fp8serve.server.schemas.bodies import Strict
 
 MAX_CALLS = 128
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""How much a model is to think, as OpenAI's clients say it."""
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
@@ -65,6 +67,27 @@ class Message(Strict):
         if (self.tool_call_id is None) == (self.role == "tool"):
             raise PydanticCustomError("tool_call_id", "a message of the role tool, and no other, has a tool_call_id")
         return self
+
+
+Ending = Literal["prompted", "continued", "plain"]
+"""What the model is to write: a new message, the rest of the last one, or whatever follows the conversation."""
+
+
+def ending_of(messages: Sequence[Message], add_prompt: bool | None, continue_last: bool | None) -> Ending:
+    """The ending of a prompt by the two fields that vLLM has for it. PydanticCustomError: they contradict each other,
+    or the last message cannot be continued.
+    """
+    if not continue_last:
+        return "plain" if add_prompt is False else "prompted"
+    if add_prompt:
+        raise PydanticCustomError(
+            "continue_final_message", "give either add_generation_prompt or continue_final_message, not both"
+        )
+    if not messages or messages[-1].role != "assistant" or messages[-1].tool_calls:
+        raise PydanticCustomError(
+            "continue_final_message", "continue_final_message needs a text of the assistant as the last of messages"
+        )
+    return "continued"
 
 
 _SAID = {"role", "content", "name", "tool_call_id", "reasoning", "reasoning_content"}

@@ -17,7 +17,7 @@ from fp8serve.engine.sampling_params import INT32, MAX_LOGPROBS, SamplingParams,
 from fp8serve.server.schemas.answer_form import Formed, Text
 from fp8serve.server.schemas.bodies import Body, LogitBias, Strict, TemplateVariables
 from fp8serve.server.schemas.derived import fields_of, given
-from fp8serve.server.schemas.messages import Message
+from fp8serve.server.schemas.messages import Effort, Ending, Message, ending_of
 from fp8serve.server.schemas.tools import AllowedTools, Tool, ToolChoice, Tools, must_call, named_by
 
 MAX_STOPS = 4  # as OpenAI documents it; /generate accepts as many as the engine
@@ -31,8 +31,9 @@ SPELT_OTHERWISE = ("max_new_tokens", "logprobs", "prompt_logprobs", "json_schema
 
 
 class StreamOptions(Strict):
-    include_usage: bool = False
+    include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: with include_usage, every chunk has the usage so far
 
 
 @fields_of(SamplingParams, leave_out=SPELT_OTHERWISE, optional=True)
@@ -66,7 +67,12 @@ class SampledBody(Body, Formed):
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        options = self.stream_options
+        return self.include_usage and options is not None and bool(options.continuous_usage_stats)
 
     @property
     def returned(self) -> int:
@@ -147,7 +153,6 @@ class ChatBody(SampledBody):
         "audio": (None,),
         "prediction": (None,),
         "web_search_options": (None,),
-        "reasoning_effort": (None, "none"),
         "verbosity": (None,),
     }
 
@@ -165,7 +170,9 @@ class ChatBody(SampledBody):
     audio: Any = None
     prediction: Any = None
     web_search_options: Any = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Effort | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None  # the model goes on with the last of messages, as in vLLM
     verbosity: str | None = None
     parallel_tool_calls: bool | None = None
     store: bool | None = None
@@ -181,6 +188,11 @@ class ChatBody(SampledBody):
             raise PydanticCustomError("max_tokens", "max_tokens and max_completion_tokens differ; give one of them")
         if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError("top_logprobs", "top_logprobs needs logprobs: true")
+        return self
+
+    @model_validator(mode="after")
+    def _the_last_message_can_be_continued(self) -> Self:
+        ending_of(self.messages, self.add_generation_prompt, self.continue_final_message)
         return self
 
     @model_validator(mode="after")
@@ -204,6 +216,11 @@ class ChatBody(SampledBody):
         tools = [] if self.tool_choice == "none" else self.tools or []
         named = named_by(self.tool_choice) if isinstance(self.tool_choice, AllowedTools) else None
         return tools if named is None else [tool for tool in tools if tool.function.name in named]
+
+    @property
+    def ending(self) -> Ending:
+        """What the model is to write."""
+        return ending_of(self.messages, self.add_generation_prompt, self.continue_final_message)
 
     @property
     def token_limit(self) -> int | None:

@@ -23,7 +23,12 @@ TEXT = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
         (None, None),
         ({"type": "text"}, None),
         ({"type": "json_object"}, '{"type": "object"}'),
+        ({"type": "json_object", "value": SCHEMA}, TEXT),
+        ({"type": "json_object", "schema": SCHEMA}, TEXT),
+        ({"type": "json_object", "schema": None, "value": None}, '{"type": "object"}'),
         ({"type": "json_schema", "json_schema": NAMED}, TEXT),
+        ({"type": "json_schema", "value": NAMED}, TEXT),
+        ({"type": "json", "value": SCHEMA}, TEXT),
     ],
 )
 def test_openai(form: Any, expected: str | None) -> None:
@@ -147,9 +152,10 @@ def test_a_form_survives_the_parser_process(model: str, body: dict[str, Any]) ->
     ("form", "param"),
     [
         ({"type": "yaml"}, "response_format"),
-        ({"type": "json_schema"}, "response_format.json_schema"),
+        ({"type": "json_schema"}, "response_format"),
         ({"type": "json_schema", "json_schema": {"name": "x"}}, "response_format.json_schema.schema"),
-        ({"type": "json_object", "schema": {}}, "response_format.schema"),
+        ({"type": "json_object", "schema": 3}, "response_format.schema"),
+        ({"type": "json_object", "schema": SCHEMA, "value": SCHEMA}, "response_format"),
         ("json_object", "response_format"),
     ],
 )

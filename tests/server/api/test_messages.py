@@ -175,7 +175,7 @@ async def test_the_form_of_an_answer(talking: Any) -> None:
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": [USE]}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
         ({"messages": [{"role": "user", "content": [RESULT | {"content": [{"type": "document"}]}]}]}, "document"),
         ({"messages": [{"role": "user", "content": [USE]}]}, "messages.0"),

@@ -1,5 +1,6 @@
 """Parameters of clients beside a prompt, on every route that generates."""
 
+import json
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
@@ -9,9 +10,11 @@ import pytest
 from fp8serve.engine.output import RequestOutput, TokenLogprob
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
+from fp8serve.server.api.chat.chat_request import template_variables
+from fp8serve.server.schemas.openai_bodies import ChatBody
 from fp8serve.server.settings import ServerLimits
 from tests.server.conftest import Server, Start
-from tests.server.fakes import FakeEngine, Launcher
+from tests.server.fakes import FakeEngine, Launcher, byte_tokenizer
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 TEXT = {"prompt": "ab", "max_tokens": 2}
@@ -216,3 +219,99 @@ async def test_health_answers_to_head(start: Start) -> None:
     async with start() as server:
         answer = await server.client.head("/health")
         assert (answer.status_code, answer.content) == (200, b"")
+
+
+@pytest.mark.parametrize(
+    ("change", "variables"),
+    [
+        ({"reasoning_effort": "none"}, {"enable_thinking": False}),
+        ({"reasoning_effort": "high"}, {"enable_thinking": True, "reasoning_effort": "high"}),
+        ({"reasoning_effort": None}, {}),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+            {"enable_thinking": False, "reasoning_effort": "low"},
+        ),
+    ],
+)
+async def test_effort_reaches_the_template(change: dict[str, Any], variables: dict[str, Any]) -> None:
+    assert template_variables(ChatBody.model_validate(CHAT | change)) == variables | {"tools": None}
+
+
+async def test_an_effort_that_is_none_of_them_is_refused(start: Start) -> None:
+    async with start() as server:
+        answer = await server.client.post("/v1/chat/completions", json=CHAT | {"reasoning_effort": "some"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reasoning_effort")
+
+
+async def test_every_chunk_can_have_the_usage(start: Start) -> None:
+    """As vLLM sends it: of each choice so far, and of all choices at the end."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with start() as server:
+        for route, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)):
+            ask = body | {"n": 2, "stream": True, "max_tokens": 3}
+            chunks = await streamed(server, route, ask | {"stream_options": options})
+            *early, last = chunks
+            for index in (0, 1):
+                usages = [chunk["usage"] for chunk in early if chunk["choices"][0]["index"] == index]
+                counts = [usage["completion_tokens"] for usage in usages]
+                assert (counts, counts[-1]) == (sorted(counts), 3)
+                assert len({usage["prompt_tokens"] for usage in usages}) == 1
+                assert all(u["total_tokens"] == u["prompt_tokens"] + u["completion_tokens"] for u in usages)
+            assert last["usage"]["completion_tokens"] == 6
+            for fewer in ({"continuous_usage_stats": True}, {"include_usage": None, "continuous_usage_stats": None}):
+                assert all("usage" not in c for c in await streamed(server, route, ask | {"stream_options": fewer}))
+
+
+async def streamed(server: Server, route: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    answer = await server.client.post(route, json=body)
+    assert answer.status_code == 200, answer.text
+    return [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+
+
+BEGUN = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, \n"}]
+
+
+def prompt_of(server: Server) -> str:
+    """The text that the model was given last."""
+    return byte_tokenizer().decode(list(server.launcher.engine.requests[-1].prompt_token_ids))
+
+
+async def test_an_answer_that_was_begun_is_continued(start: Start) -> None:
+    begun, whole = "<user>hi\n<assistant>Well, \n", "<user>hi\n<assistant>Well, \n\n"
+    fields = ("add_generation_prompt", "continue_final_message")
+    async with start() as server:
+        for values, prompt in (
+            ((None, None), whole + "<assistant>"),
+            ((True, False), whole + "<assistant>"),
+            ((False, None), whole),
+            ((False, True), begun),
+            ((None, True), begun),
+        ):
+            asked = {"messages": BEGUN} | dict(zip(fields, values, strict=True))
+            answer = await server.client.post("/v1/chat/completions", json=asked | {"max_tokens": 2})
+            assert (answer.status_code, prompt_of(server)) == (200, prompt)
+            assert answer.json()["choices"][0]["message"]["content"] == "<u"  # the fake engine repeats its prompt
+            assert (await server.client.post("/tokenize", json=asked)).json()["count"] == len(prompt)
+        prefilled = await server.client.post("/v1/messages", json={"messages": BEGUN, "max_tokens": 2})
+        assert (prefilled.status_code, prompt_of(server)) == (200, begun)
+        counted = await server.client.post("/v1/messages/count_tokens", json={"messages": BEGUN})
+        assert counted.json() == {"input_tokens": len(begun)}
+
+
+CALLING = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]}
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"messages": BEGUN[:1]},
+        {"messages": [*BEGUN, CALLING]},
+        {"messages": BEGUN, "add_generation_prompt": True},
+    ],
+)
+async def test_what_cannot_be_continued_is_refused(start: Start, route: str, change: dict[str, Any]) -> None:
+    async with start() as server:
+        answer = await server.client.post(route, json=change | {"continue_final_message": True})
+        assert answer.status_code == (422 if route == "/tokenize" else 400)
+        assert "continue_final_message" in answer.text

@@ -60,6 +60,7 @@ def _asked(body: a.CountBody) -> dict[str, Any]:
         "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
         "response_format": form and JsonSchemaFormat(type="json_schema", json_schema=JsonSchema(schema=form.schema_)),
         "chat_template_kwargs": _variables(body),
+        "continue_final_message": isinstance(body.messages[-1], a.AssistantTurn),
     }
 
 

@@ -30,5 +30,5 @@ async def count_tokens(body: CountBody, request: Request, state: StateDep) -> di
     served = state.models.resolve(chat.model)
     state.parser.sizes(served.engine.limits.max_model_len).check(chat)
     with served.lease():
-        asked = state.parser.count(served, chat.messages, template_variables(chat))
+        asked = state.parser.count(served, chat.messages, template_variables(chat), chat.ending)
         return {"input_tokens": await until_disconnect(request, asked)}

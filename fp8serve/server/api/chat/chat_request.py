@@ -27,6 +27,7 @@ def parse_chat(body: ChatBody) -> ParsedRequest:
         sampling,
         conversation=body.messages,
         variables=template_variables(body),
+        ending=body.ending,
         choices=body.returned,
         fitted=fitted,
         tools=schemas_of(body),
@@ -34,8 +35,13 @@ def parse_chat(body: ChatBody) -> ParsedRequest:
 
 
 def template_variables(body: ChatBody) -> dict[str, Any]:
-    """Variables for the chat template, beside the messages."""
-    return (body.chat_template_kwargs or {}) | {"tools": plain_tools(body.offered)}
+    """Variables for the chat template, beside the messages; those that the body names itself come first."""
+    effort, variables = body.reasoning_effort, dict[str, Any]()
+    if effort is not None:
+        variables["enable_thinking"] = effort != "none"
+    if effort not in (None, "none"):
+        variables["reasoning_effort"] = effort
+    return variables | (body.chat_template_kwargs or {}) | {"tools": plain_tools(body.offered)}
 
 
 Theirs = TypeVar("Theirs")

@@ -35,4 +35,4 @@ def _choice(body: ResponsesBody) -> str | JsonObject:
 
 def _form(body: ResponsesBody) -> JsonObject:
     form = body.text and body.text.format
-    return {"type": "text"} if form is None else form.model_dump(by_alias=True)
+    return {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)

@@ -4,7 +4,6 @@ Reasoning, a message and calls of the assistant that follow each other are one m
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from fp8serve.server.schemas import item_bodies as b
 from fp8serve.server.schemas.answer_form import JsonSchema, JsonSchemaFormat, ResponseFormat
@@ -25,15 +24,8 @@ def chat_of(body: b.ResponsesBody) -> ChatBody:
         tool_choice=_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_form(body.text),
-        chat_template_kwargs=_variables(body.reasoning),
+        reasoning_effort=body.reasoning and body.reasoning.effort,
     )
-
-
-def _variables(reasoning: b.ReasoningOptions | None) -> dict[str, Any]:
-    effort = reasoning and reasoning.effort
-    if effort is None:
-        return {}
-    return {"enable_thinking": False} if effort == "none" else {"enable_thinking": True, "reasoning_effort": effort}
 
 
 def _form(text: b.TextOptions | None) -> ResponseFormat | None:

@@ -11,6 +11,7 @@ from fp8serve.server.api.dependencies import StateDep
 from fp8serve.server.http.streams import until_disconnect
 from fp8serve.server.parsing.request_parser import plain
 from fp8serve.server.schemas.generation_bodies import DetokenizeBody, TokenizeBody
+from fp8serve.server.schemas.messages import ending_of
 from fp8serve.server.schemas.tools import plain_tools
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.served import Served
@@ -25,7 +26,7 @@ async def tokenize(body: TokenizeBody, request: Request, state: StateDep) -> Res
     text = plain(body.messages) if body.messages is not None else (body.prompt or "").encode()
     asked = {
         "special": body.add_special_tokens,
-        "prompted": body.add_generation_prompt,
+        "ending": ending_of(body.messages or [], body.add_generation_prompt, body.continue_final_message),
         "variables": (body.chat_template_kwargs or {}) | {"tools": plain_tools(body.tools)},
     }
     head = {"op": "tokenize", "messages": body.messages is not None, "strings": body.return_token_strs, **asked}

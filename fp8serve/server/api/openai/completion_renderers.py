@@ -106,7 +106,11 @@ class CompletionRenderer(Renderer[list[Placed]]):
         return fault.openai()
 
     def _chunk(self, choice: JsonObject) -> JsonObject:
-        return self._frame(self.CHUNK, [choice]) | ({"usage": None} if self.asked.include_usage else {})
+        """`choice` as a chunk; its usage, if every chunk has one, is that of this choice so far."""
+        index = choice["index"]
+        tokens = len(self.generation.requests[index].prompt_token_ids), self.choices[index].tokens
+        usage = _counts(*tokens) if self.asked.continuous_usage else None
+        return self._frame(self.CHUNK, [choice]) | ({"usage": usage} if self.asked.include_usage else {})
 
     def _frame(self, kind: str, choices: list[JsonObject]) -> JsonObject:
         served = self.generation.served
@@ -122,8 +126,11 @@ class CompletionRenderer(Renderer[list[Placed]]):
     def _usage(self) -> JsonObject:
         prompt, new = self.generation.prompt_tokens, sum(choice.tokens for choice in self.choices)
         cached = {"cached_tokens": self.generation.cached_tokens}
-        counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-        return counts | {"prompt_tokens_details": cached}
+        return _counts(prompt, new) | {"prompt_tokens_details": cached}
+
+
+def _counts(prompt: int, new: int) -> JsonObject:
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
 class TextRenderer(CompletionRenderer):
