@@ -60,11 +60,16 @@ def _body(document: JsonObject, operation: JsonObject) -> Iterator[str]:
     for content in operation.get("requestBody", {}).get("content", {}).values():
         schema = _resolved(document, content.get("schema", {}))
         needed = schema.get("required", [])
-        fields = [f"**`{name}`**" if name in needed else f"`{name}`" for name in schema.get("properties", {})]
+        fields = [f"**`{name}`**" if name in needed else f"`{name}`" for name in _own(schema)]
         if fields:
             yield f"Body: {', '.join(fields)}."
         if "example" in content:
             yield f"```json\n{json.dumps(content['example'])}\n```"
+
+
+def _own(schema: JsonObject) -> list[str]:
+    """The properties that are not other projects' (clients.md lists those)."""
+    return [name for name, about in schema.get("properties", {}).items() if "x-foreign" not in about]
 
 
 def _parameters(operation: JsonObject) -> Iterator[str]:

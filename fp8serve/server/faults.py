@@ -172,7 +172,10 @@ class Fault(Exception):  # noqa: N818 - it is the request's, not ours
     def anthropic(self, request_id: str) -> dict[str, Any]:
         status = KINDS[self.code].v1
         kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": self.told}, "request_id": request_id}
+        error: dict[str, Any] = {"type": kind, "message": self.told}
+        if self.param == "thread":  # Anthropic's client then sends the request again without it
+            error["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        return {"type": "error", "error": error, "request_id": request_id}
 
     def openai(self) -> dict[str, Any]:
         return {

@@ -34,11 +34,14 @@ def _model(hint: Any) -> type[Any] | None:
 
 
 class BoundedRoute(APIRoute):
-    """Checks long bodies in a parser process; if they held rows, `scope["rows"]` names their folder."""
+    """Checks long bodies in a parser process; if they held rows, `scope["rows"]` names their folder. `body_model`: the
+    class of its bodies."""
+
+    body_model: type[Any] | None = None
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
-        model = _model(get_type_hints(self.endpoint).get("body"))
+        self.body_model = model = _model(get_type_hints(self.endpoint).get("body"))
         if model is None:
             return handle
 

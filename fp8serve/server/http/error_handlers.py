@@ -1,6 +1,7 @@
 """Turns an exception in a handler into an answer: faults as they are, others translated first."""
 
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any
 
@@ -103,15 +104,21 @@ def _methods(request: Request) -> set[str]:
 async def _on_invalid(request: Request, error: Exception) -> Response:
     return _render(
         request,
-        fault_of(error.errors())
+        fault_of(error.errors(), _fields(request))
         if isinstance(error, RequestValidationError)
         else Fault(Code.INTERNAL, "The request failed."),
     )
 
 
-def fault_of(errors: Sequence[Any]) -> Fault:
+def _fields(request: Request) -> list[str]:
+    """The fields that the body of the route may have."""
+    model = getattr(request.scope.get("route"), "body_model", None)
+    return [] if model is None else [name for name in model.model_fields if name not in model.FOREIGN]
+
+
+def fault_of(errors: Sequence[Any], fields: Sequence[str] = ()) -> Fault:
     """The first of pydantic's errors, in our words, without the values that were sent. An error about one branch of a
-    union names the field.
+    union names the field. An unknown field is compared with `fields`.
     """
     first = _of_the_branch_meant(errors)
     kind, place = str(first["type"]), _place(first["loc"])
@@ -124,12 +131,16 @@ def fault_of(errors: Sequence[Any]) -> Fault:
             hint="Send it with Content-Type: application/json.",
         )
     if kind == "extra_forbidden":
-        return Fault(Code.UNKNOWN_PARAMETER, f"{place} is not a field of this request.", param=place)
+        near = get_close_matches(place, fields, 1)
+        hint = f"Did you mean {near[0]}?" if near else None
+        return Fault(Code.UNKNOWN_PARAMETER, f"{place} is not a field of this request.", param=place, hint=hint)
     if kind == "missing":
         return Fault(Code.INVALID_PARAMETER, f"{place} is missing.", param=place)
     if kind == "unsupported_parameter":
         name = ".".join(filter(None, (place, first["ctx"]["name"])))
-        return Fault(Code.UNSUPPORTED_PARAMETER, f"This server does not implement {name}; leave it out.", param=name)
+        instead = first["ctx"].get("instead") or None
+        message = f"This server does not implement {name}; leave it out."
+        return Fault(Code.UNSUPPORTED_PARAMETER, message, param=name, hint=instead)
     return Fault(Code.INVALID_PARAMETER, f"{rule(place or 'The request', first)}.", param=place or None)
 
 

@@ -5,13 +5,14 @@ of prompts are always computed once). The models read only text: images and docu
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from fp8serve.engine.sampling_params import INT32, MAX_STOP_STRINGS, StopString, Tokens
 from fp8serve.server.schemas.bodies import Body, Strict
+from fp8serve.server.schemas.foreign_fields import MESSAGES, with_foreign_fields
 from fp8serve.server.schemas.messages import MAX_CALLS, ToolName
 from fp8serve.server.schemas.tools import MAX_TOOLS, ArgumentSchema
 
@@ -150,10 +151,9 @@ class Metadata(Strict):
     user_id: Annotated[str, Field(max_length=256)] | None = None
 
 
+@with_foreign_fields(MESSAGES)
 class CountBody(Body):
     """`POST /v1/messages/count_tokens`: a conversation."""
-
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"container": (None,), "mcp_servers": (None, [])}
 
     model: str | None = None
     messages: Annotated[list[Turn], Field(min_length=1, fail_fast=True)]
@@ -163,8 +163,6 @@ class CountBody(Body):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
-    container: Any = None
-    mcp_servers: Any = None
 
     @model_validator(mode="after")
     def _calls_have_results(self) -> Self:

@@ -1,11 +1,14 @@
 """The common rules of all request bodies: no unknown fields, no coercion, no NaN, no infinity, no lone surrogate.
 
-`Strict` is the base of every object that a client sends, `Body` of the outermost one. Fields that are not implemented
-are listed in `REFUSED` and may only hold a value that has no effect, so that nothing is ever silently ignored. Bounds
-that depend on the server (context length, number of prompts) are checked in `parsing/sizes.py`.
+`Strict` is the base of every object that a client sends, `Body` of the outermost one. Fields of other projects that are
+not taken as they are stand in `FOREIGN` (foreign_fields.py): those that would change an answer may only hold a value
+that asks for nothing. Bounds that depend on the server (context length, number of prompts) are checked in
+`parsing/sizes.py`.
 """
 
-from typing import Annotated, Any, ClassVar, Self
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -38,6 +41,31 @@ TemplateVariables = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class ForeignField:
+    """A field of another project's requests that is not taken as it is. `to`: our field, if it is mapped. `note`: why
+    it is ignored, or what to send instead. `harmless`: values of a refused field, beside null, that ask for nothing.
+    """
+
+    name: str
+    project: str
+    treatment: Literal["mapped", "ignored", "refused"]
+    to: str = ""
+    note: str = ""
+    harmless: tuple[Any, ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        if self.treatment == "mapped":
+            return f"Mapped to `{self.to}`."
+        values = f", except {', '.join(f'`{json.dumps(value)}`' for value in self.harmless)}" if self.harmless else ""
+        return f"{self.treatment.capitalize()}{values}. {self.note}".strip()
+
+    def asks_for_nothing(self, value: Any) -> bool:
+        """Whether the value is harmless; true is no number here, and 1.0 is 1."""
+        return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in self.harmless)
+
+
 class Strict(BaseModel):
     """No unknown fields, no coercion, no NaN or infinity."""
 
@@ -45,21 +73,33 @@ class Strict(BaseModel):
         extra="forbid", strict=True, allow_inf_nan=False, validate_default=False, protected_namespaces=()
     )
 
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Field name -> the values that ask for nothing; any other is refused by name."""
+    FOREIGN: ClassVar[dict[str, ForeignField]] = {}
 
     @model_validator(mode="after")
     def _refuse_unimplemented(self) -> Self:
-        for name, harmless in self.REFUSED.items():
-            if getattr(self, name) not in harmless:
+        for name in self.model_fields_set & self.FOREIGN.keys():
+            row, value = self.FOREIGN[name], getattr(self, name)
+            if row.treatment == "refused" and value is not None and not row.asks_for_nothing(value):
                 raise PydanticCustomError(
-                    "unsupported_parameter", "this server does not implement {name}; leave it out", {"name": name}
+                    "unsupported_parameter",
+                    "this server does not implement {name}; leave it out",
+                    {"name": name, "instead": row.note},
                 )
         return self
 
 
 class Body(Strict):
-    """The outermost object; it also checks that every string in it is well-formed Unicode."""
+    """The outermost object; it also renames mapped fields, and checks that every string is well-formed Unicode."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename(cls, data: Any) -> Any:
+        rows = [cls.FOREIGN[name] for name in cls.FOREIGN.keys() & data.keys()] if isinstance(data, dict) else []
+        names = {row.name: row.to for row in rows if row.treatment == "mapped"}
+        if twice := next((old for old, new in names.items() if data[old] is not None and new in data), None):
+            raise PydanticCustomError("twice", "give either {old} or {new}", {"old": twice, "new": names[twice]})
+        renamed = {new: data[old] for old, new in names.items() if data[old] is not None}
+        return {k: v for k, v in data.items() if k not in names} | renamed if names else data
 
     @model_validator(mode="before")
     @classmethod

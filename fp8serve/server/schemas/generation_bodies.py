@@ -3,7 +3,7 @@
 The shape of `/generate` is text-generation-inference's plus `input_ids`, `model`, and the sampling parameters it lacks.
 """
 
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -12,6 +12,7 @@ from fp8serve.engine.sampling_params import SamplingParams, TokenId, Tokens
 from fp8serve.server.schemas.answer_form import Formed, Grammar, Text
 from fp8serve.server.schemas.bodies import Body, LogitBias, TemplateVariables
 from fp8serve.server.schemas.derived import fields_of
+from fp8serve.server.schemas.foreign_fields import GENERATE, with_foreign_fields
 from fp8serve.server.schemas.messages import Message, ending_of
 from fp8serve.server.schemas.tools import Tools
 
@@ -19,29 +20,19 @@ SPELT_OTHERWISE = ("logprobs", "prompt_logprobs", "json_schema", "regex", "gramm
 """Fields of SamplingParams that are spelt otherwise here: `top_n_tokens` or `details`, and the fields of `Formed`."""
 
 
+@with_foreign_fields(GENERATE)
 @fields_of(SamplingParams, leave_out=SPELT_OTHERWISE, optional=True)
 class GenerateParameters(Formed):
     """Sampling, as text-generation-inference spells it. Greedy unless `do_sample` or a sampling parameter is given."""
-
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "adapter_id": (None,),
-        "best_of": (None, 1),
-        "typical_p": (None,),
-        "watermark": (False, None),
-    }
 
     do_sample: bool = False
     truncate: Tokens | None = None
     return_full_text: bool | None = None
     details: bool = False
     top_n_tokens: Annotated[int, Field(ge=0, le=5)] | None = None  # text-generation-inference takes 5
-    adapter_id: str | None = None
-    best_of: int | None = None
     decoder_input_details: bool | None = None
     grammar: Grammar | Text | None = None
     logit_bias: LogitBias | None = None
-    typical_p: float | None = None
-    watermark: bool | None = None
 
     @model_validator(mode="after")
     def _prompts_are_details(self) -> Self:

@@ -4,7 +4,7 @@ Nothing is stored here, whatever `store` says: fields that need it (`previous_re
 to items) are refused. Fields that change nothing about an answer may hold anything that OpenAI documents.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from fp8serve.engine.sampling_params import Tokens
 from fp8serve.server.schemas.answer_form import JsonObjectFormat, TextFormat
 from fp8serve.server.schemas.bodies import Body, Metadata, Strict
+from fp8serve.server.schemas.foreign_fields import RESPONSES, STORED, refused, with_foreign_fields
 from fp8serve.server.schemas.messages import Effort, ToolName
 from fp8serve.server.schemas.tools import MAX_TOOLS, ArgumentSchema, Word, choice_of
 
@@ -144,13 +145,17 @@ class SchemaFormat(Strict):
     strict: bool | None = None
 
 
+@with_foreign_fields([refused("OpenAI", "verbosity", "Ask for it in instructions.", "medium")])
 class TextOptions(Strict):
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"verbosity": (None, "medium")}
-
     format: Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
-    verbosity: str | None = None
 
 
+@with_foreign_fields(
+    [
+        refused("OpenAI", "context", "The chat template decides which reasoning the model sees.", "auto"),
+        refused("OpenAI", "mode", "Send effort.", "standard"),
+    ]
+)
 class ReasoningOptions(Strict):
     """`effort` is passed to chat templates that know it; reasoning is returned in full, without a summary."""
 
@@ -169,17 +174,9 @@ def _not_stored(name: str | None) -> str | None:
     return name
 
 
+@with_foreign_fields(RESPONSES, STORED)
 class ResponsesBody(Body):
     """`POST /v1/responses`. Without `max_output_tokens` the answer may fill the context."""
-
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "conversation": (None,),
-        "prompt": (None,),
-        "background": (None, False),
-        "max_tool_calls": (None,),
-        "truncation": (None, "disabled"),
-        "top_logprobs": (None, 0),
-    }
 
     model: str | None = None
     input: Annotated[list[Item], Field(min_length=1, fail_fast=True)] | str
@@ -196,19 +193,8 @@ class ResponsesBody(Body):
     stream_options: ItemStreamOptions | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None  # reasoning is never encrypted here
     previous_response_id: Annotated[str | None, AfterValidator(_not_stored)] = None
-    store: bool | None = None
     metadata: Metadata | None = None
     user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
-    conversation: Any = None
-    prompt: Any = None
-    background: bool | None = None
-    max_tool_calls: int | None = None
-    truncation: str | None = None
-    top_logprobs: int | None = None
 
     @property
     def messages(self) -> list[Any]:

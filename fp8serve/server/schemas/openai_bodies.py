@@ -1,13 +1,11 @@
 """The bodies of `/v1/completions` and `/v1/chat/completions`, strictly.
 
 OpenAI's fields, and those of vLLM that are in wide use (`top_k, min_p, repetition_penalty, ignore_eos, min_tokens,
-stop_token_ids, bad_words, skip_special_tokens, include_stop_str_in_output, chat_template_kwargs`). There are three
-kinds of fields: those that are implemented; those that change nothing about the answer and may hold anything (`user`,
-`store`, ...); and those that would change it and are not implemented, which may only hold a value that has no effect
-(`REFUSED`). Any other name is refused.
+stop_token_ids, bad_words, skip_special_tokens, include_stop_str_in_output, chat_template_kwargs`). foreign_fields.py
+lists those of other projects that are mapped, ignored or refused. Any other name is refused.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Self
 
 from annotated_types import Ge, Le
 from pydantic import Field, model_validator
@@ -17,6 +15,7 @@ from fp8serve.engine.sampling_params import INT32, MAX_LOGPROBS, SamplingParams,
 from fp8serve.server.schemas.answer_form import Formed, Text
 from fp8serve.server.schemas.bodies import Body, LogitBias, Strict, TemplateVariables
 from fp8serve.server.schemas.derived import fields_of, given
+from fp8serve.server.schemas.foreign_fields import CHAT, COMPLETION, SAMPLED, STORED, with_foreign_fields
 from fp8serve.server.schemas.messages import Effort, Ending, Message, ending_of
 from fp8serve.server.schemas.tools import AllowedTools, Tool, ToolChoice, Tools, must_call, named_by
 
@@ -51,7 +50,6 @@ class SampledBody(Body, Formed):
     logit_bias: LogitBias | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # as vLLM answers it
     grammar: Text | None = None
-    user: str | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Self:
@@ -89,17 +87,15 @@ class SampledBody(Body, Formed):
         return asked | self.form()
 
 
+@with_foreign_fields(COMPLETION, SAMPLED)
 class CompletionBody(SampledBody):
     """`POST /v1/completions`. `prompt`: a text, some texts, token ids, or some lists of ids."""
-
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"suffix": (None, "")}
 
     prompt: str | Ids | Texts | Annotated[list[Ids], Field(min_length=1, fail_fast=True)]
     max_tokens: Annotated[int, Ge(0), Le(INT32)] | None = None  # 0: the prompt alone, which `echo` returns
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None  # as OpenAI documents it
     best_of: Annotated[int, Field(ge=1)] | None = None  # answers of which the `n` most probable are returned
     echo: bool | None = None  # the prompt before the answer, in its log-probabilities as well
-    suffix: str | None = None
 
     @model_validator(mode="after")
     def _the_best_are_chosen_at_the_end(self) -> Self:
@@ -143,18 +139,9 @@ class CompletionBody(SampledBody):
         return SamplingParams(max_new_tokens=max(1, max_tokens), **options)
 
 
+@with_foreign_fields(CHAT, SAMPLED, STORED)
 class ChatBody(SampledBody):
     """`POST /v1/chat/completions`. Without `max_tokens` or `max_completion_tokens` the answer may fill the context."""
-
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "functions": (None, []),
-        "function_call": (None, "none", "auto"),
-        "modalities": (None, ["text"]),
-        "audio": (None,),
-        "prediction": (None,),
-        "web_search_options": (None,),
-        "verbosity": (None,),
-    }
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_tokens: Tokens | None = None
@@ -164,22 +151,11 @@ class ChatBody(SampledBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
-    functions: list[Any] | None = None
-    function_call: Any = None
-    modalities: list[str] | None = None
-    audio: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
     reasoning_effort: Effort | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None  # the model goes on with the last of messages, as in vLLM
-    verbosity: str | None = None
     parallel_tool_calls: bool | None = None
-    store: bool | None = None
-    metadata: dict[str, str] | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    documents: list[dict[str, Any]] | None = None  # vLLM's; for the chat template
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -5,7 +5,7 @@ the native route. OpenAI's `learning_rate_multiplier` multiplies that default. F
 or choose among the losses of dpo.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -14,6 +14,7 @@ from fp8serve.options import options_of
 from fp8serve.server.schemas.bodies import Body, Metadata, Strict
 from fp8serve.server.schemas.derived import fields_of, given
 from fp8serve.server.schemas.finetune_bodies import FileId, FinetuneBody, Suffix
+from fp8serve.server.schemas.foreign_fields import refused, with_foreign_fields
 from fp8serve.train.config import ADAPTER, TrainConfig
 from fp8serve.train.methods.options import OPTIONS
 
@@ -60,11 +61,10 @@ class Method(Strict):
         return (self.supervised or Supervised()).hyperparameters
 
 
+@with_foreign_fields([refused("OpenAI", "integrations", "Start the server with --report-to.", [])])
 @fields_of(TrainConfig, leave_out=ELSEWHERE, optional=True)
 class JobBody(Body):
     """`POST /v1/fine_tuning/jobs`."""
-
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"integrations": (None, [])}
 
     model: str
     training_file: FileId
@@ -74,7 +74,6 @@ class JobBody(Body):
     method: Method | None = None
     hyperparameters: HyperParameters | None = None
     metadata: Metadata | None = None
-    integrations: list[Any] | None = None
 
     def native(self) -> FinetuneBody:
         """The same job as the native route spells it."""

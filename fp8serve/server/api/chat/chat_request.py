@@ -41,6 +41,8 @@ def template_variables(body: ChatBody) -> dict[str, Any]:
         variables["enable_thinking"] = effort != "none"
     if effort not in (None, "none"):
         variables["reasoning_effort"] = effort
+    if body.documents is not None:
+        variables["documents"] = body.documents
     return variables | (body.chat_template_kwargs or {}) | {"tools": plain_tools(body.offered)}
 
 

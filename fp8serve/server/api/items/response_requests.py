@@ -24,7 +24,7 @@ def chat_of(body: b.ResponsesBody) -> ChatBody:
         tool_choice=_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_form(body.text),
-        reasoning_effort=body.reasoning and body.reasoning.effort,
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
     )
 
 
