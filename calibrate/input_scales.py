@@ -1,13 +1,10 @@
-"""Scales for inputs from more than their largest value: a percentile, or a search for the smallest error of outputs.
+"""Scales for inputs by a search for the smallest error of outputs, instead of for their largest value.
 
 A scale for the largest value seen cuts nothing off, and the smallest values underflow. A smaller range gives these more
 of the format's steps and cuts off a few large ones. The effect on a layer's output depends on its weights, and large
-values matter: in many models they are at the first token of every text.
-
-    percentile   the magnitude that this share of all elements does not exceed
-    search       the one of RANGES, fractions of that value, with the least sum over tokens of |(cast(x) - x) W^T|^2
-
-Both read the calibration text once more. Their result replaces the largest value.
+values matter: in many models they are at the first token of every text. So the search reads the calibration text once
+more and takes the one of RANGES, fractions of the largest value, with the least sum over tokens of
+|(cast(x) - x) W^T|^2.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,40 +21,11 @@ from .passes import Linears, forward, hooks
 from .precision import groups
 from .progress import Stages
 
-PERCENTILE = 99.99
 Amaxes = dict[str, float]  # by the name of a tensor, such as "model.layers.0.mlp.down_proj.input"
 
 E4M3 = torch.float8_e4m3fn
 RANGES = tuple(2 ** (-k / 4) for k in range(9))  # from all of the range that was seen down to a quarter of it
 SEARCHED_TOKENS = 2048  # tokens of the calibration text: the search multiplies each by every range
-
-
-@torch.no_grad()
-def percentile_amaxes(
-    decoder: Model, linears: Linears, batches: Sequence[Batch], percent: float, stages: Stages | None = None
-) -> Amaxes:
-    """For the input of each of `linears`, the magnitude that `percent` of its elements do not exceed, 0 < percent <=
-    100.
-
-    Exact for BF16, whatever the order of batches: every magnitude that BF16 has is counted.
-    """
-    counts = {names[0]: torch.zeros(2**15, dtype=torch.int64) for names in groups(linears)}
-
-    def count(name: str, x: Tensor) -> None:
-        bits = x.to(torch.bfloat16).view(torch.int16).bitwise_and(0x7FFF)  # without the sign they sort like numbers
-        counts[name] += torch.bincount(bits.flatten().int(), minlength=2**15).cpu()
-
-    for batch in (stages or Stages()).steps("percentile", batches):
-        with _inputs(linears, count):
-            forward(decoder, batch)
-    return _for_all(linears, {name: _percentile(found, percent) for name, found in counts.items()})
-
-
-def _percentile(counts: Tensor, percent: float) -> float:
-    """counts [2^15] of the bit patterns of BF16 magnitudes -> the smallest magnitude that is not exceeded."""
-    wanted = counts.sum() * (percent / 100)
-    index = int((counts.cumsum(0) < wanted).sum())
-    return float(torch.tensor(index, dtype=torch.int16).view(torch.bfloat16))
 
 
 @torch.no_grad()

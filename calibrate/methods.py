@@ -8,7 +8,7 @@ from fp8serve.model.checkpoint import load_servable
 from fp8serve.ranks import Ranks
 
 from .healing import Schedule, heal
-from .input_scales import PERCENTILE, percentile_amaxes, searched_amaxes
+from .input_scales import searched_amaxes
 from .job import Job
 from .options import HEAL_RATE
 from .pairs import pairs
@@ -21,13 +21,10 @@ from .words import count
 
 def amaxes_of_inputs(job: Job) -> Mapping[str, float]:
     """Amaxes of inputs whose scale does not come from their history."""
-    asked, samples = job.asked, job.batches.calibration
-    if asked.input_scales == "percentile":
-        return percentile_amaxes(job.decoder, job.linears, samples, asked.percentile or PERCENTILE, job.stages)
-    if asked.input_scales == "search":
-        seen = {name: seen.amax for name, seen in job.observer.seen.items()}
-        return searched_amaxes(job.decoder, job.linears, samples, seen, job.stages)
-    return {}
+    if job.asked.input_scales != "search":
+        return {}
+    seen = {name: seen.amax for name, seen in job.observer.seen.items()}
+    return searched_amaxes(job.decoder, job.linears, job.batches.calibration, seen, job.stages)
 
 
 def smooth_weights(job: Job, alpha: float, once: Once, ranks: Ranks) -> None:

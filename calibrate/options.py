@@ -19,7 +19,7 @@ HEAL_RATE = 3e-5
 Files = tuple[str, ...]
 Patterns = tuple[str, ...]
 Rounding = Literal["nearest", "gptq"]
-InputScales = Literal["history", "percentile", "search"]
+InputScales = Literal["history", "search"]
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,6 @@ class CalibrationOptions(SampleOptions):
     input_scales: Annotated[
         InputScales, About("Which range of inputs a stored scale represents: all that was seen, or less (delayed).")
     ] = "history"
-    percentile: Annotated[
-        float | None, Gt(0), Le(100), About("Percentage of an input's elements within its range.", unset="99.99")
-    ] = None
     generated_samples: Annotated[
         int, Ge(0), Le(64), About("Held-out prompts that both models continue, for the report.")
     ] = 4

@@ -76,8 +76,6 @@ def check_model(config: ModelConfig, asked: CalibrationOptions) -> None:
 def _check_scales(recipe: Recipe, asked: CalibrationOptions) -> None:
     if asked.input_scales != "history" and delayed(recipe) is None:
         raise RecipeError(f"The recipe {name_of(recipe)!r} stores no scales of inputs; leave out input_scales.")
-    if asked.percentile is not None and asked.input_scales != "percentile":
-        raise RecipeError("A percentile is used with input_scales 'percentile' only.")
     if asked.gradients and delayed(recipe) is None:
         raise RecipeError(
             f"The recipe {name_of(recipe)!r} scales gradients by content; leave out gradient calibration."

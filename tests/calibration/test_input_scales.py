@@ -1,4 +1,4 @@
-"""Stored scales that do not represent all observed values: exact percentiles, the search, and refusals."""
+"""Stored scales that do not represent all observed values: the search, and refusals."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8serve.calibration.data import Batch, calibration_batches
-from fp8serve.calibration.input_scales import RANGES, percentile_amaxes, searched_amaxes
+from fp8serve.calibration.input_scales import RANGES, searched_amaxes
 from fp8serve.calibration.passes import forward, hooks
 from fp8serve.calibration.pipeline import calibrate, load
 from fp8serve.errors import RecipeError
@@ -39,16 +39,6 @@ def inputs(decoder: Decoder, linears: dict[str, Linear], batches: list[Batch], n
     return torch.cat(seen)
 
 
-@pytest.mark.parametrize("percent", [50.0, 99.0, 99.99, 100.0])
-def test_a_percentile_is_exact(loaded: tuple[Decoder, dict[str, Linear], list[Batch]], percent: float) -> None:
-    decoder, linears, batches = loaded
-    x = inputs(*loaded, DOWN).abs().flatten().float().sort().values
-    found = percentile_amaxes(decoder, linears, batches, percent)
-    assert found[f"{DOWN}.input"] == float(x[max(0, -(-int(len(x) * percent) // 100) - 1)])
-    assert found[f"{Q}.input"] == found[f"{V}.input"]
-    assert percentile_amaxes(decoder, linears, batches[::-1], percent) == found
-
-
 def test_the_search_takes_the_range_with_the_least_error(
     loaded: tuple[Decoder, dict[str, Linear], list[Batch]],
 ) -> None:
@@ -64,25 +54,19 @@ def test_the_search_takes_the_range_with_the_least_error(
     assert found / seen[f"{DOWN}.input"] == min(RANGES, key=error)
 
 
-@pytest.mark.parametrize("how", ["percentile", "search"])
-def test_the_scales_that_were_found_are_served(model_dir: Path, tmp_path: Path, how: str) -> None:
+def test_the_scales_of_the_search_are_served(model_dir: Path, tmp_path: Path) -> None:
     recipe = DelayedScaling(amax_history_len=8, margin=1)
-    options = SMALL | ({"percentile": 90.0} if how == "percentile" else {})
-    report = calibrate(model_dir, out=tmp_path / "out", recipe=recipe, input_scales=how, **options)  # type: ignore[arg-type]
+    report = calibrate(model_dir, out=tmp_path / "out", recipe=recipe, input_scales="search", **SMALL)  # type: ignore[arg-type]
     decoder, linears = load(model_dir, "cpu")
     seen = {t.name: t.amax for t in report.tensors}
     batches = calibration_batches(None, Tokenizer.from_dir(model_dir), VOCAB, **SMALL, seed=0).calibration  # type: ignore[arg-type]
-    if how == "percentile":
-        wanted = percentile_amaxes(decoder, linears, batches, 90.0)
-        assert wanted[f"{DOWN}.input"] < seen[f"{DOWN}.input"]
-    else:
-        wanted = searched_amaxes(decoder, linears, batches, seen)
+    expected = searched_amaxes(decoder, linears, batches, seen)
     stored = load_scales(tmp_path / "out" / "scales.safetensors", tmp_path / "out").tensors
     for name in linears:
         entry = stored[f"{name}.input"]
         assert entry.amax_history is not None
-        assert float(entry.scale) == pytest.approx(224 / wanted[f"{name}.input"], rel=1e-6)
-        assert float(entry.amax_history.max()) <= wanted[f"{name}.input"]
+        assert float(entry.scale) == pytest.approx(224 / expected[f"{name}.input"], rel=1e-6)
+        assert float(entry.amax_history.max()) <= expected[f"{name}.input"]
         assert torch.equal(load_servable(tmp_path / "out").get_submodule(name).input_scale, entry.scale)  # type: ignore[arg-type]
         assert float(stored[f"{name}.weight"].scale) == pytest.approx(224 / seen[f"{name}.weight"], rel=1e-6)
 
@@ -91,8 +75,6 @@ def test_the_scales_that_were_found_are_served(model_dir: Path, tmp_path: Path, 
     ("options", "sentence"),
     [
         ({"recipe": from_name("rowwise"), "input_scales": "search"}, "'rowwise' stores no scales of inputs"),
-        ({"percentile": 99.0}, "with input_scales 'percentile' only"),
-        ({"input_scales": "percentile", "percentile": 0.0}, "percentile"),
         ({"input_scales": "median"}, "median"),
     ],
 )
