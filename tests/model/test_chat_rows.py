@@ -1,7 +1,9 @@
 """Conversations with tools as training rows: the learnt tokens, the same rendering as in a request, and refusals."""
 
 import contextlib
+import math
 from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +118,10 @@ def test_a_call_that_does_not_follow_the_generation_prompt_is_refused(tmp_path: 
             "message 0, the assistant's, is empty; leave it out",
         ),
         ({"content": "a", "train": False}, '`train`, which is not read; write "weight": 0'),
+        ({"content": "a", "trainable": 0}, "`trainable`, which is not read"),
+        ({"content": "a", "training": "false"}, "`training`, which is not read"),
+        ({"content": "a", "training": None}, None),
+        ({"content": "a", "name": 5}, "its `name` is 5, which is not text"),
         ({"content": "a", "reasoning_content": 3}, "its reasoning is 3, which is not text"),
         ({"role": "tool", "content": "a", "tool_call_id": "c9"}, None),  # the calls before it may be in the text
         ({"role": "assistant", "tool_calls": [{"function": {"name": " ", "arguments": {}}}]}, "no `function` with a"),
@@ -193,3 +199,16 @@ def test_other_keys_of_a_message_are_the_templates(tmp_path: Path) -> None:
 def test_tools_that_cannot_be_read_are_named(columns: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         example(**columns)
+
+
+@pytest.mark.parametrize("value", [datetime(2026, 1, 1), Decimal("9" * 5000), math.inf])
+def test_arguments_that_json_cannot_hold_are_refused_even_where_they_are_not_learnt(value: Any) -> None:
+    call = {"function": {"name": "f", "arguments": {"when": value}}}
+    context = [CHAT[0], {"role": "assistant", "weight": 0, "tool_calls": [call]}, CHAT[-1]]
+    with pytest.raises(DataError, match=r"message 1: `arguments` of call 0 hold .* which is no JSON value"):
+        example(messages=context)
+
+
+def test_a_row_whose_answers_all_have_weight_0_says_so() -> None:
+    with pytest.raises(DataError, match="every message of the assistant has weight 0, so there is nothing to learn"):
+        example(messages=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}])

@@ -33,7 +33,9 @@ def messages_of(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
     messages = conversation_of(value, where)
     learnt = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("weight", 1)]
     if not learnt:
-        raise DataError(f"{where}: no message is the assistant's, so there is nothing to learn.")
+        weightless = any(m["role"] == "assistant" for m in messages)
+        what = "every message of the assistant has weight 0" if weightless else "no message is the assistant's"
+        raise DataError(f"{where}: {what}, so there is nothing to learn.")
     for i in learnt:
         _check_answer(messages[i], f"{where}: message {i}")
     return messages
@@ -97,11 +99,13 @@ def _check_message(message: Mapping[str, Any], where: str) -> None:
     reasoning: list[Any] = [message[key] for key in REASONING if message.get(key) is not None]
     if other := [value for value in reasoning if not isinstance(value, str)]:
         raise DataError(f"{where}: its reasoning is {shown(other[0])}, which is not text.")
+    if not isinstance(message.get("name") or "", str):
+        raise DataError(f"{where}: its `name` is {shown(message['name'])}, which is not text.")
     texts = [*_texts(message.get("content"), bool(calls), where), *_texts_of_calls(calls, where), *reasoning]
     _check_id(message.get("tool_call_id"), f"{where}: `tool_call_id`")
     if message.get("weight", 1) not in (0, 1):
         raise DataError(f"{where} has weight {shown(message['weight'])}, which is neither 0 nor 1.")
-    if foreign := [flag for flag in FOREIGN_FLAGS if isinstance(message.get(flag), bool)]:
+    if foreign := [flag for flag in FOREIGN_FLAGS if message.get(flag) is not None]:
         raise DataError(f'{where} has `{foreign[0]}`, which is not read; write "weight": 0 for what is not learnt.')
     valid_unicode("".join(texts), where)
 
@@ -120,13 +124,13 @@ def _check_answer(message: Mapping[str, Any], where: str) -> None:
     if not calls and not any(texts):
         raise DataError(f"{where}, the assistant's, is empty; leave it out, or give it weight 0.")
     for i, call in enumerate(calls):
-        _check_arguments(call["function"]["arguments"], f"{where}: `arguments` of call {i}")
+        what, arguments = f"{where}: `arguments` of call {i}", call["function"]["arguments"]
+        if isinstance(arguments, str):  # nothing, too, means no arguments
+            _check_arguments(_from_json(arguments or "{}", what), what)
 
 
 def _check_arguments(arguments: Any, what: str) -> None:
-    """They are an object of JSON values, or JSON text of one; nothing, too, means no arguments."""
-    if isinstance(arguments, str):
-        arguments = _from_json(arguments or "{}", what)
+    """They are an object of JSON values."""
     if not isinstance(arguments, dict):
         raise DataError(f"{what} are {shown(arguments)}, which is not an object.")
     if (foreign := foreign_value(arguments)) is not None:
@@ -194,8 +198,10 @@ def _texts_of_calls(calls: Any, where: str) -> Iterator[str]:
             raise DataError(f"{where}: call {i} has the type {shown(call['type'])}; only functions can be called.")
         if not isinstance(function.get("arguments"), str | dict):
             raise DataError(f"{where}: call {i} has no `arguments`, which are an object or JSON text of one.")
+        if isinstance(function["arguments"], dict):  # whoever learns them: templates write them as JSON
+            _check_arguments(function["arguments"], f"{where}: `arguments` of call {i}")
         _check_id(call.get("id"), f"{where}: the `id` of call {i}")
-        yield function["name"] + json.dumps(function["arguments"], ensure_ascii=False, default=str)
+        yield function["name"] + json.dumps(function["arguments"], ensure_ascii=False)
 
 
 def _is_name(value: Any) -> bool:
