@@ -100,14 +100,15 @@ def some_rows(config: TrainConfig, files: Sequence[str], most: int) -> list[Row]
 def look_at_data(config: TrainConfig) -> DataReport:
     """As `validate`, but without the model's configuration, because reading that may take another process."""
     tokenizer = Tokenizer.from_dir(config.model, config.today)
-    items, report, bad = _good_items(config, config.data, tokenizer)
-    bad += _good_items(config, config.eval_data, tokenizer)[2]
+    bad = _BadLines()
+    items, report = _good_items(config, config.data, tokenizer, bad)
+    _good_items(config, config.eval_data, tokenizer, bad)
     lengths = [item.tokens for item in items]
     microbatch = max((sum(lengths[i] for i in m) for s in epoch_steps(lengths, config, 0) for m in s), default=0)
     return DataReport(
-        ok=bool(items) and not bad,
-        bad_lines=bad[:MAX_LISTED],
-        bad_line_count=len(bad),
+        ok=bool(items) and not bad.count,
+        bad_lines=bad.listed,
+        bad_line_count=bad.count,
         data=report,
         trainable_fraction=report.trainable_fraction,
         steps=total_steps(lengths, config) if items else 0,
@@ -118,12 +119,25 @@ def look_at_data(config: TrainConfig) -> DataReport:
     )
 
 
+class _BadLines:
+    """listed: the first MAX_LISTED of `count`, because a file may have millions."""
+
+    def __init__(self) -> None:
+        self.listed: list[dict[str, Any]] = []
+        self.count = 0
+
+    def add(self, file: str, line: int | None, error: DataError) -> None:
+        self.count += 1
+        if self.count <= MAX_LISTED:
+            self.listed.append({"file": file, "line": line, "message": str(error)})
+
+
 def _good_items(
-    config: TrainConfig, files: Sequence[str], tokenizer: Tokenizer
-) -> tuple[list[Item], RowCounts, list[dict[str, Any]]]:
-    """The items of `files`, and what is wrong with them: rows, files without a row, or that nothing can be learnt."""
+    config: TrainConfig, files: Sequence[str], tokenizer: Tokenizer, bad: _BadLines
+) -> tuple[list[Item], RowCounts]:
+    """The items of `files`. Adds to `bad` what is wrong: rows, files without a row, or that nothing can be learnt."""
     items: list[Item] = []
-    bad: list[dict[str, Any]] = []
+    before = bad.count
     reader, report = reader_of(config), RowCounts(0, 0, 0, 0, 0, 0)
     for path, line, found in (e for name in files for e in _examples(reader, name, config.data_limits)):
         try:
@@ -131,14 +145,13 @@ def _good_items(
                 raise found
             made, one = reader.items([found], tokenizer, config.seq_len)
         except DataError as error:
-            bad.append({"file": path, "line": line, "message": str(error)})
+            bad.add(path, line, error)
             continue
         items += made
         report = RowCounts(*(getattr(report, name) + getattr(one, name) for name in _COUNTS))
-    if files and not items and not bad:
-        nothing = nothing_to_learn(reader, report.examples, files, config.seq_len)
-        bad.append({"file": files[0], "line": None, "message": str(nothing)})
-    return items, report, bad
+    if files and not items and bad.count == before:
+        bad.add(files[0], None, nothing_to_learn(reader, report.examples, files, config.seq_len))
+    return items, report
 
 
 _COUNTS = [field.name for field in dataclasses.fields(RowCounts)]

@@ -4,6 +4,7 @@ import gzip
 import json
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from fp8serve.train.data import load_items
 from fp8serve.train.memory import memory_estimate, parameter_counts
 from fp8serve.train.methods.sft.reader import SftReader
 from fp8serve.train.order import total_steps
-from fp8serve.train.validate import some_rows, validate
+from fp8serve.train.validate import MAX_LISTED, look_at_data, some_rows, validate
 
 from .conftest import Configure
 
@@ -41,6 +42,23 @@ def test_every_bad_line_is_listed_by_number(configure: Configure, tmp_path: Path
     assert all(bad["file"] == str(path) for bad in report.bad_lines[:4])
     assert report.bad_line_count == 5
     assert report.data.rows == 1
+
+
+def test_a_dry_run_holds_only_the_bad_lines_that_it_lists(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text("1\n" * 50_000, encoding="utf-8")
+    config = configure(data=[str(path)])
+    tokenizer = Tokenizer.from_dir(config.model)  # reading its files takes more than this test allows
+    monkeypatch.setattr(Tokenizer, "from_dir", lambda *_: tokenizer)
+    tracemalloc.start()
+    try:
+        report, peak = look_at_data(config), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (report.bad_line_count, len(report.bad_lines)) == (50_000, MAX_LISTED)
+    assert peak < 8 << 20  # 50,000 messages are 20 MiB
 
 
 UNUSED = {
