@@ -4,10 +4,12 @@ import gzip
 import io
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from fp8serve.errors import DataError
+from fp8serve.server.finetuning import data_checks
 from fp8serve.server.settings import ServerLimits
 from fp8serve.train.validate import read_files
 from tests.server.conftest import Server, Start
@@ -114,6 +116,18 @@ def bombs() -> dict[str, tuple[bytes, str]]:
     found["rows.parquet"] = parquet({"text": ["a"] * 50_000}), rows
     found["long.parquet"] = parquet({"text": ["a" * 50_000]}), long
     return found
+
+
+async def test_a_packed_file_beside_rows_is_not_read_in_the_front(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start() as server:
+        file = await upload(server, "held-out.jsonl.gz", gzip.compress(json.dumps(ROWS[0]).encode()))
+        monkeypatch.setattr(data_checks, "look_at_data", Mock(side_effect=AssertionError("read in the front")))
+        body = {"data": ROWS, "validation_file_id": file["id"]}
+        report = (await server.client.post("/finetune/validate", json=body)).json()
+        assert report["ok"], report
+        assert (await server.client.post("/finetune", json=body)).is_success
 
 
 @pytest.mark.parametrize("name", bombs())
