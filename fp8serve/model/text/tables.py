@@ -6,6 +6,7 @@ readers hold one row at a time, however the file is broken into lines.
 
 import csv
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from fp8serve.errors import DataError, json_kind, one_line, shown
 
 MAX_DIGITS = 4300  # of a whole number; Python's own limit for int
+_WHITE_SPACE = re.compile(r"[ \t\r\n]+")
 LONGEST_LITERAL = 12  # characters; an error so near to the end of a piece may be the piece's
 
 Row = Mapping[str, Any]
@@ -88,8 +90,8 @@ class _Array:
     def _peek(self) -> str:
         """The next character that is no white space; empty at the end."""
         while True:
-            while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
-                self._at += 1
+            if space := _WHITE_SPACE.match(self._text, self._at):
+                self._at = space.end()
             if self._at < len(self._text) or not self._grow():
                 return self._text[self._at : self._at + 1]
 
