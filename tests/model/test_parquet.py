@@ -176,3 +176,10 @@ def test_what_is_no_parquet_file_is_one_sentence(tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", gone)
     with pytest.raises(DataError, match=r"takes pyarrow: pip install 'fp8serve\[parquet\]'"):
         list(read_examples([path]))
+
+
+def test_a_name_of_a_column_that_is_not_utf8_is_one_sentence(tmp_path: Path) -> None:
+    path = table(tmp_path / "a.parquet", text=["a"], other=["b"])
+    path.write_bytes(path.read_bytes().replace(b"other", b"\xee\xeeher"))
+    with pytest.raises(DataError, match="is not a Parquet file that can be read"):
+        list(read_examples([path]))

@@ -47,7 +47,7 @@ def parquet_rows(path: Path, most: int, longest: int, columns: Collection[str] |
     except MemoryError:
         what = f"{path} takes more than {MEMORY >> 20} MiB of memory to read {ROWS_AT_ONCE} rows"
         raise DataError(f"{what}; write it with smaller values.") from None
-    except (pa.ArrowException, OSError) as e:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as e:  # the last from the name of a column
         raise DataError(f"{path} is not a Parquet file that can be read: {one_line(e)}.") from None
 
 
