@@ -135,9 +135,20 @@ def test_refusal_by_the_template_carries_its_words() -> None:
         template.render(TURNS)
 
 
-def test_template_that_is_no_template() -> None:
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for %}",
+        "{{ " + "9" * 5000 + " }}",
+        "{% for a in [1] %}" * 25 + "{% endfor %}" * 25,
+        "{% macro f(a, a) %}{% endmacro %}",
+        "{{ f(a=1, a=2) }}",
+    ],
+    ids=["syntax", "long literal", "deep loops", "twice a parameter", "twice an argument"],
+)
+def test_template_that_is_no_template(source: str) -> None:
     with pytest.raises(ModelError, match="does not compile"):
-        ChatTemplate("{% for %}", {})
+        ChatTemplate(source, {})
 
 
 def test_only_json_reaches_a_template() -> None:

@@ -40,6 +40,9 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 REFUSALS = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
 """Raised by a template that does not accept a conversation."""
+COMPILE_ERRORS = (jinja2.TemplateError, RecursionError, SyntaxError, ValueError)
+"""Raised for a source that is no template. Jinja lets two of Python's through: SyntaxError where it generates invalid
+Python, as for loops nested 25 deep, and ValueError for a literal of more than 4,300 digits."""
 END_OF_BEGUN = "<end-of-begun-message>"
 """Stands in the place at which a message is to be continued."""
 MAX_STEPS = 50_000_000
@@ -255,7 +258,7 @@ class ChatTemplate:
                 self.knows_calls = "tool_calls" in source
                 self.constants = frozenset(c.value for c in parsed.find_all(nodes.Const) if isinstance(c.value, str))
                 self._template = environment.from_string(parsed)
-            except (jinja2.TemplateError, RecursionError) as e:
+            except COMPILE_ERRORS as e:
                 raise ModelError(f"The model's chat template does not compile: {one_line(e)}.") from None
 
     def render(
