@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from fp8serve.errors import ModelError
+from fp8serve.model.config import asking
 from fp8serve.model.config.asking import ask
 from fp8serve.processes import describe_exit, module_command, module_path
 from fp8serve.train.methods.grpo.grading import Answer, FileGrader
@@ -142,3 +143,9 @@ def test_the_modules_of_this_process_are_found_without_the_current_directory(
 )
 def test_the_end_of_a_process_in_words(status: int | None, words: str) -> None:
     assert words in describe_exit(status)
+
+
+def test_a_class_that_is_not_built_in_time_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "_SECONDS", 1e-3)
+    with pytest.raises(ModelError, match=r"not built within 0\.001 seconds"):
+        ask({"model_type": "never"}, {}, "config.json")

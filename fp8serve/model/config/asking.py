@@ -33,6 +33,8 @@ def ask(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> di
 def _asked(question: str) -> bytes:
     try:
         done = subprocess.run(_COMMAND, input=question.encode(), capture_output=True, timeout=_SECONDS, check=True)
+    except subprocess.TimeoutExpired as problem:  # its output ends with a warning that explains nothing
+        raise ModelError(f"transformers' class was not built within {_SECONDS:g} seconds.") from problem
     except (OSError, subprocess.SubprocessError) as problem:
         why = (getattr(problem, "stderr", None) or b"").decode(errors="replace").strip().rpartition("\n")[2]
         raise ModelError(f"The process that builds transformers' class failed: {why[:300] or problem}.") from problem

@@ -8,7 +8,7 @@ from fp8serve.model.config.family import Family
 from fp8serve.model.config.keys import HONOURED
 
 # Sizes that no model exceeds, so that a hostile size is refused before a module or a list of that size is made.
-_MOST = {"num_hidden_layers": 2_000, "num_attention_heads": 2**16, "num_key_value_heads": 2**16, "head_dim": 2**16}
+MOST = {"num_hidden_layers": 2_000, "num_attention_heads": 2**16, "num_key_value_heads": 2**16, "head_dim": 2**16}
 _LARGEST = 1e38  # of a number that is computed with in FP32
 
 
@@ -28,7 +28,7 @@ class Reader:
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise self.complain(key, value, "a positive whole number")
-        if value > (most := _MOST.get(key, 2**28)):
+        if value > (most := MOST.get(key, 2**28)):
             raise self.complain(key, value, f"at most {most}")
         return value
 

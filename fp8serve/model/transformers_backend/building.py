@@ -9,8 +9,12 @@ import torch
 from torch import nn
 
 from fp8serve.errors import ModelError, one_line, shown
+from fp8serve.model.config.reader import MOST
 from fp8serve.model.transformers_backend.attention import register
 from fp8serve.model.transformers_backend.experts import check_mixture, in_mixtures, take_apart
+
+LAYER_COUNTS = frozenset({"num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers"})
+"""The keys by which config.json gives the number of layers, as transformers' classes spell it."""
 
 
 def build(config_json: str, attention: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
@@ -30,6 +34,7 @@ def build(config_json: str, attention: str, dtype: torch.dtype = torch.bfloat16)
             f"The installed transformers {__version__} has no causal language model of the model_type "
             f"{shown(raw['model_type'])}."
         )
+    _check_layers(raw)
     from_config: Any = AutoModelForCausalLM.from_config
     try:
         config = AutoConfig.for_model(**{key: value for key, value in raw.items() if key != "quantization_config"})
@@ -43,6 +48,15 @@ def build(config_json: str, attention: str, dtype: torch.dtype = torch.bfloat16)
     take_apart(model, dtype)
     check(model, _name(raw))
     return cast(nn.Module, model.eval())
+
+
+def _check_layers(raw: Mapping[str, Any]) -> None:
+    """ModelError for more layers than any model has, before transformers makes a list or a module for each."""
+    most = MOST["num_hidden_layers"]
+    for section in (raw, *(value for value in raw.values() if isinstance(value, dict))):
+        for key in LAYER_COUNTS & section.keys():
+            if isinstance(count := section[key], int | float) and count > most:
+                raise ModelError(f"config.json: {key} is {shown(count)} where at most {most} was expected.")
 
 
 def check(model: Any, name: str) -> None:
