@@ -149,18 +149,22 @@ def _end_step(failed: bool, recording: bool) -> None:
     """Update what the outermost context staged, or forget it."""
     ended, _LOCAL.step = _LOCAL.step, Step("forward")
     ended.watch.close()
-    if count := ended.without_history:
+    if failed:
+        ended.discard()
+        for module in ended.without_history:  # announced when an evaluation succeeds
+            module.is_evaluated = False
+        return
+    if recording:
+        with torch.no_grad():
+            ended.finish()
+    # Last, because a warning may be an error, which must not leave a step half done.
+    if count := len(ended.without_history):
         warnings.warn(
             f"{count} FP8 layer{'s were' if count > 1 else ' was'} evaluated under delayed scaling with scale 1, for "
             "want of an amax history: small values became zero. Train or calibrate the model first, load the scaling "
             "states of the trained one (they are in its state_dict, not among its parameters), or use another recipe.",
             stacklevel=3,
         )
-    if failed:
-        ended.discard()
-    elif recording:
-        with torch.no_grad():
-            ended.finish()
 
 
 def entered() -> bool:

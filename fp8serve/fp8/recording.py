@@ -38,7 +38,8 @@ def _prepare(module: Scaled, rule: Rule, length: int, recording: bool) -> None:
     module.prepare(length)
     if not (recording or module.is_evaluated):
         module.is_evaluated = True
-        step().without_history += not _has_history(module)
+        if not _has_history(module):
+            step().without_history.append(module)
 
 
 def _has_history(module: Scaled) -> bool:
@@ -93,13 +94,16 @@ def recorded(direction: str, module: int, rule: int) -> None:
 
 
 def _record_in_graph(history: Tensor, amax: Tensor, module: int, rule: int, direction: str) -> None:
-    """As `_record`. The module's scales move to new tensors, which the update will change: a graph that recomputes
-    activations in its backward pass keeps the tensors that it has read, with the scales of its forward pass."""
+    """As `_record`. The scale moves to a new tensor, which the update will change: a graph that recomputes activations
+    in its backward pass keeps the tensor that it has read, with the scale of its forward pass."""
     _record(history, amax, module, rule, direction)
     owner = MODULES.get(module)
     if owner is not None and direction == "forward":
-        for name in owner.tensors["forward"] if owner.scaling else ():
-            owner.scaling[name].scale = owner.scaling[name].scale.clone()
+        states = [owner.scaling[name] for name in owner.tensors["forward"] if owner.scaling]
+        # A compiler may stage in a copy of the history and write it back afterwards: then any may be meant.
+        staged = [s for s in states if s.amax_history.data_ptr() == history.data_ptr()]
+        for state in staged or states:
+            state.scale = state.scale.clone()
 
 
 implement("record_amax", _record_in_graph)

@@ -35,7 +35,8 @@ class Step:
     ran: dict[Rule, dict[int, Scaled]] = field(default_factory=dict)
     expecting: set[Rule] = field(default_factory=set)  # rules under which something with a backward pass ran
     watch: LoopWatch = field(default_factory=LoopWatch)
-    without_history: int = 0  # modules that were evaluated for the first time, and whose scales nothing has set
+    # Modules that were evaluated for the first time, and whose scales nothing has set.
+    without_history: list[Scaled] = field(default_factory=list)
 
     def open(self, rule: Rule) -> None:
         """Take part in the rule's collective even if no module runs here."""

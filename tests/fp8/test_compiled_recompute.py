@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, autocast, convert
+from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Linear, autocast, convert
 from fp8serve.fp8.recipe import Recipe
+from fp8serve.fp8.stateful import prepare_states
 
 pytestmark = [
     # torch's own tracer instantiates the Function class that it deprecates
@@ -100,3 +101,21 @@ def test_recomputation_inside_the_context_uses_its_scales() -> None:
                 call(torch.full((6, 24), 1.0 + step)).square().mean().backward()
         results.append([p.grad for p in module.parameters()] + list(module.state_dict().values()))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))  # type: ignore[arg-type]
+
+
+def test_a_graph_moves_only_the_scale_whose_amax_it_stages() -> None:
+    """Each move is a kernel; a layer has two scales in its forward pass and stages two amaxes."""
+    recipe = DelayedScaling(amax_history_len=4)
+    layer = convert(nn.Linear(8, 8))
+    prepare_states(layer, recipe)
+    assert isinstance(layer, Linear)
+    rule, _held = layer.session.rule(recipe, None)
+    before = {name: state.scale for name, state in layer.scaling.items()}
+    with autocast(recipe=recipe):
+        torch.ops.fp8serve.record_amax(
+            layer.scaling["input"].amax_history, torch.tensor(2.0), layer.key, rule, "forward"
+        )
+        moved = {name for name, state in layer.scaling.items() if state.scale is not before[name]}
+    assert moved == {"input"}
+    assert layer.scaling["input"].scale == 224
+    assert before["input"] == 1

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from fp8serve import DelayedScaling, DotProductAttention, Float8CurrentScaling, autocast, convert
+from fp8serve import DelayedScaling, DotProductAttention, Float8CurrentScaling, autocast, convert, scaling_state
 from fp8serve.fp8.recipe import Recipe
 
 SHORT = DelayedScaling(amax_history_len=4)
@@ -130,3 +130,36 @@ def test_a_compiled_model_is_announced_and_evaluated_as_the_eager_one() -> None:
     with pytest.warns(UserWarning, match="2 FP8 layers"):
         found = evaluate(compiled)  # type: ignore[arg-type]
     assert torch.equal(found, evaluate(module))
+
+
+def test_a_warning_that_is_an_error_leaves_no_step_half_done() -> None:
+    """For example a teacher without scales beside a student that trains."""
+    student, teacher = model(), model()
+
+    @autocast(recipe=SHORT)
+    def step(x: Tensor) -> None:
+        student(x)
+        with torch.no_grad():
+            teacher(x)
+
+    with pytest.raises(UserWarning, match="2 FP8 layers"):
+        step(torch.randn(4, 16))
+    state = scaling_state(student[0])["input"]  # type: ignore[index]
+    assert state.steps == 1
+    assert state.amax_history[0] == 0
+
+
+def test_a_failed_evaluation_is_announced_when_it_is_repeated() -> None:
+    """The caller's exception is not replaced by a warning that is an error."""
+    module = model()
+
+    @autocast(recipe=SHORT)
+    @torch.no_grad()
+    def fail() -> None:
+        module(torch.ones(4, 16))
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    with pytest.raises(UserWarning, match="2 FP8 layers"):
+        evaluate(module)
