@@ -5,13 +5,16 @@ They live outside of parameters and buffers: `.to(bfloat16)` must not round them
 `P.weight.amax_history`, ...), and a state dict without them still loads.
 
 torch.distributed.checkpoint (`get_model_state_dict`, `set_model_state_dict`, and who calls them) looks every key of a
-state dict up in the model. For it, `named_buffers(recurse=False)` lists the states, and `_fqn_modifiers` says by which
-attribute a key is followed. DDP, `.to` and FSDP2's roots ask in other ways and do not see them.
+state dict up in the model. For it alone, `named_buffers(recurse=False)` lists the states, and `_fqn_modifiers` says by
+which attribute a key is followed. Other callers do not see them: accelerate's offloading, for example, would look up
+what is listed as an attribute of the module and fail.
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
@@ -23,6 +26,8 @@ from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
 from fp8serve.fp8.scaling import FIELDS, Direction, Place, ScalingState
 from fp8serve.fp8.selfcheck import prepare_device
 from fp8serve.fp8.session import MODULES, Session, common
+
+CHECKPOINTING = "torch.distributed.checkpoint.state_dict"  # the module that lists a model's tensors
 
 
 class Stateful(nn.Module):
@@ -86,11 +91,14 @@ class Stateful(nn.Module):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """As any module's; with `recurse=False` followed by the parts of the states, as a state dict has them."""
-        yield from super().named_buffers(prefix, recurse, remove_duplicate)
-        for name, state in () if recurse else self.scaling.items():
-            for field in FIELDS:
-                yield f"{prefix}{'.' if prefix else ''}{name}.{field}", getattr(state, field)
+        """As any module's; if torch.distributed.checkpoint calls with `recurse=False`, followed by the parts of the
+        states, as a state dict has them."""
+        buffers = super().named_buffers(prefix, recurse, remove_duplicate)
+        if recurse or sys._getframe(1).f_globals.get("__name__") != CHECKPOINTING:
+            return buffers
+        start = f"{prefix}." if prefix else ""
+        states = ((f"{start}{n}.{f}", getattr(state, f)) for n, state in self.scaling.items() for f in FIELDS)
+        return chain(buffers, states)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
