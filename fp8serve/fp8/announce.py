@@ -46,14 +46,11 @@ def weights_left(module: nn.Module, skip: tuple[str, ...] = ()) -> dict[str, int
 
 
 def _is_known(module: nn.Module) -> bool:
-    return isinstance(module, Stateful | nn.Embedding | nn.MultiheadAttention) or is_plain(module)
+    return isinstance(module, Stateful | nn.Embedding | nn.EmbeddingBag | nn.MultiheadAttention) or is_plain(module)
 
 
 def _of_weights(module: nn.Module, skip: tuple[str, ...]) -> Iterator[str]:
     """What is left beside the layers that are converted."""
-    lazy = [name for name, child in module.named_modules() if isinstance(child, nn.LazyLinear)]
-    if lazy:
-        yield f"convert() has left {len(lazy)} nn.LazyLinear in high precision ({lazy[0]!r} first); run the model once."
     left = weights_left(module, skip)
     linears = {p for child in module.modules() if is_plain(child) or isinstance(child, Stateful)
                for p in child.parameters() if p.dim() > 1}  # fmt: skip
@@ -72,6 +69,10 @@ def announcements(module: nn.Module, skip: tuple[str, ...], converted: int) -> I
         yield f"convert() has converted nothing: {_why(module, linears, skip)}."
     else:
         yield from _of_weights(module, skip)
+    lazy = [name for name, child in module.named_modules() if isinstance(child, nn.LazyLinear)]
+    if left := [name for name in lazy if not skipped(name, skip)]:
+        first = left[0] or "the module itself"
+        yield f"convert() has left {len(left)} nn.LazyLinear in high precision ({first!r} first); run the model once."
     for pattern in skip:
         if pattern != USUAL and not any(skipped(name, (pattern,)) for name in named):
             yield f"convert() has skipped nothing for {pattern!r}, which fits the name of no nn.Linear."
@@ -108,4 +109,6 @@ def _reasons(linears: list[nn.Linear], skip: tuple[str, ...]) -> Iterator[str]:
 def _multiplies(module: nn.Module) -> bool:
     """Whether the module is not an nn.Linear and holds a weight that a matrix product might read."""
     weight = getattr(module, "weight", None)
-    return isinstance(weight, Tensor) and weight.dim() > 1 and not isinstance(module, nn.Embedding | nn.Linear)
+    if not isinstance(weight, Tensor) or isinstance(module, nn.Embedding | nn.EmbeddingBag | nn.Linear):
+        return False
+    return is_lazy(weight) or weight.dim() > 1

@@ -86,6 +86,19 @@ def test_lazy_layers_are_named_and_converted_after_a_call() -> None:
     assert all(isinstance(layer, Linear) for layer in convert(model).children())
 
 
+@pytest.mark.parametrize("model", [nn.LazyLinear(8), nn.Sequential(nn.LazyLinear(8), nn.LazyConv2d(4, 3))])
+def test_a_model_of_lazy_layers_only_is_to_be_run_once(model: nn.Module) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        convert(model)
+    assert str(seen[0].message).startswith("convert() has converted nothing: of 1 linear layer")
+    assert str(seen[1].message).endswith("; run the model once.")
+
+
+def test_a_bag_of_embeddings_is_an_embedding() -> None:
+    convert(nn.Sequential(nn.EmbeddingBag(64, 8), nn.Linear(8, 8)))  # warnings are errors here
+
+
 @pytest.mark.parametrize("register", [parametrizations.weight_norm, parametrizations.spectral_norm])
 def test_a_parametrized_layer_is_converted_and_stays_parametrized(register: object) -> None:
     torch.manual_seed(0)
