@@ -14,7 +14,7 @@ from starlette.routing import Match
 from fp8serve import logs
 from fp8serve.errors import DataError, Fp8ServeError, MachineError
 from fp8serve.options import rule
-from fp8serve.server.faults import STORAGE_ERRORS, Code, Fault, disk_fault
+from fp8serve.server.faults import STORAGE_ERRORS, Code, Fault, disk_fault, is_anthropic
 from fp8serve.server.http.scope import METHODS
 from fp8serve.server.http.streams import ClientGoneError
 
@@ -33,9 +33,10 @@ def add_error_handlers(app: FastAPI, paths: Iterable[str]) -> None:
     app.add_exception_handler(ClientGoneError, _on_client_gone)
 
 
-def _render(request: Request, fault: Fault) -> Response:
+def _render(request: Request, fault: Fault, path: str | None = None) -> Response:
+    """path: whose shape the answer has, if not that of the request's own path."""
     logs.bind(error=fault.code.value)
-    return fault.response(request.scope["path"], request.scope.get("request_id", ""))
+    return fault.response(path or request.scope["path"], request.scope.get("request_id", ""))
 
 
 async def _on_fault(request: Request, error: Exception) -> Response:
@@ -67,9 +68,9 @@ async def _on_client_gone(request: Request, error: Exception) -> Response:
 async def _on_http(request: Request, error: Exception) -> Response:
     status_code = error.status_code if isinstance(error, HTTPException) else 500
     if status_code == 404:
-        return _render(
-            request, Fault(Code.ROUTE_NOT_FOUND, "There is no such route here.", hint=_nearest_route(request))
-        )
+        route = _nearest_route(request)
+        fault = Fault(Code.ROUTE_NOT_FOUND, "There is no such route here.", hint=_route_hint(request, route))
+        return _render(request, fault, route)  # in another shape the client of that route shows no message
     if status_code == 405:
         fault = Fault(Code.METHOD_NOT_ALLOWED, "This route does not take that method.", hint="GET /docs lists them.")
         answer = _render(request, fault)
@@ -78,16 +79,21 @@ async def _on_http(request: Request, error: Exception) -> Response:
     return _render(request, Fault(Code.INVALID_JSON, "The request body is not JSON that can be read."))
 
 
-def _nearest_route(request: Request) -> str:
-    """What to do for a path that is no route: most often a client has another base URL than it needs, /v1 is missing or
-    stands there twice, or it has the path of a proxy."""
+def _nearest_route(request: Request) -> str | None:
+    """The route that a path which is none was for: most often a client has another base URL than it needs, /v1 is
+    missing or stands there twice, or it has the path of a proxy."""
     parts = request.scope["path"].strip("/").split("/")[-MAX_DEPTH:]
     endings = ["/" + "/".join(parts[start:]) for start in range(len(parts))]
-    for path in (f"{prefix}{ending}" for ending in endings for prefix in ("/v1", "")):
-        if path in request.app.state.paths:
-            base = ", and the base URL of its clients ends in /v1" if path.startswith("/v1/") else ""
-            return f"The route is {path}{base}."
-    return "GET /docs lists them."
+    paths = (f"{prefix}{ending}" for ending in endings for prefix in ("/v1", ""))
+    return next((path for path in paths if path in request.app.state.paths), None)
+
+
+def _route_hint(request: Request, route: str | None) -> str:
+    if route is None:
+        return "GET /docs lists them."
+    if is_anthropic(route) and "/v1/v1/" in request.scope["path"]:
+        return f"The route is {route}, and Anthropic's client adds /v1 itself: leave it out of the base URL."
+    return f"The route is {route}{', and the base URL of its clients ends in /v1' * route.startswith('/v1/')}."
 
 
 def _methods(request: Request) -> set[str]:

@@ -38,6 +38,23 @@ async def test_a_wrong_base_url_is_told_the_route(start: Start, method: str, pat
         assert ("ends in /v1" in answer.text) == route.startswith("/v1")
 
 
+async def test_openais_client_shows_the_route_that_its_base_url_missed(start: Start) -> None:
+    openai = pytest.importorskip("openai")
+    async with start() as server:
+        base = str(server.client.base_url)
+        client = openai.AsyncOpenAI(base_url=base, api_key="k", max_retries=0, http_client=server.client)
+        with pytest.raises(openai.NotFoundError, match="The route is /v1/chat/completions, and the base URL"):
+            await client.chat.completions.create(model="m", **CHAT)
+
+
+async def test_anthropics_client_is_told_to_leave_v1_out_of_its_base_url(start: Start) -> None:
+    async with start() as server:
+        for path in ("/v1/v1/messages", "/proxy/v1/v1/messages/count_tokens"):
+            answer = await server.client.post(path, json=CHAT)
+            assert answer.json()["type"] == "error"  # Anthropic's shape
+            assert "leave it out of the base URL" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("path", ["/", "/v1", "/nothing", "/v1/nothing/", "//", "/chat/completions/more", "/a" * 5000])
 async def test_other_paths_are_sent_to_the_docs(start: Start, path: str) -> None:
     async with start() as server:
