@@ -1,15 +1,18 @@
 """Bad input from the command line: one sentence that names it, status 1, nothing half-written."""
 
+import io
 import json
 import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from fp8serve.cli import main
 from tests.model.hostile_tokenizers import CASES
+from tests.model.test_limited_template import HOSTILE
 from tests.tiny import CHATS, write_tiny_model
 
 
@@ -209,3 +212,28 @@ def test_a_tokenizer_that_fails_in_its_library_is_one_sentence(
         assert len(lines) == 1, shown
         assert "tokenize" in lines[0]
         assert not [word for word in ("internal error", "panicked", "Traceback") if word in lines[0]]
+
+
+@pytest.mark.parametrize("source", HOSTILE[:4:2], ids=["endless", "huge"])
+def test_a_template_that_runs_away_is_one_sentence(
+    model: Path, chats: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], source: str
+) -> None:
+    (model / "chat_template.jinja").write_text(source)
+    out = tmp_path / "out"
+    for command in (
+        ("calibrate", model, "--data", chats, "--out", out),
+        ("finetune", model, "--data", chats, "--out", out, "--max-steps", "1"),
+        ("finetune", model, "--data", chats, "--out", out, "--method", "dpo", "--max-steps", "1"),
+        ("chat", model, "--recipe", "bf16"),
+    ):
+        if "dpo" in command:
+            message = [{"role": "assistant", "content": "a"}], [{"role": "assistant", "content": "b"}]
+            prompt = [{"role": "user", "content": "?"}]
+            chats.write_text(json.dumps({"prompt": prompt, "chosen": message[0], "rejected": message[1]}) + "\n")
+        with patch("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Hello\n"))):
+            assert main([str(argument) for argument in command]) == 1, command
+        shown = capfd.readouterr().err
+        lines = [line for line in shown.splitlines() if line.startswith("fp8serve: ")]
+        assert len(lines) == 1, shown
+        assert "The model's chat template takes more" in lines[0]
+        assert "Traceback" not in shown

@@ -8,8 +8,9 @@ says what it counts).
 import dataclasses
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from fp8serve.errors import DataError
@@ -26,6 +27,7 @@ from fp8serve.train.order import epoch_steps, total_steps
 from fp8serve.train.packages import check_states
 
 MAX_LISTED = 100  # bad lines described one by one
+TOGETHER = 64  # examples that are tokenized at once
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class _BadLines:
         self.listed: list[dict[str, Any]] = []
         self.count = 0
 
-    def add(self, file: str, line: int | None, error: DataError) -> None:
+    def add(self, file: str, line: int | None, error: DataError | str) -> None:
         self.count += 1
         if self.count <= MAX_LISTED:
             self.listed.append({"file": file, "line": line, "message": str(error)})
@@ -139,21 +141,34 @@ def _good_items(
     items: list[Item] = []
     before = bad.count
     reader, report = reader_of(config), RowCounts(0, 0, 0, 0, 0, 0)
-    for path, line, found in (e for name in files for e in _examples(reader, name, config.data_limits)):
-        try:
-            if isinstance(found, DataError):
-                raise found
-            made, one = reader.items([found], tokenizer, config.seq_len)
-        except DataError as error:
-            bad.add(path, line, error)
-            continue
-        items += made
-        report = RowCounts(*(getattr(report, name) + getattr(one, name) for name in _COUNTS))
+    examples = (e for name in files for e in _examples(reader, name, config.data_limits))
+    while group := list(islice(examples, TOGETHER)):
+        for made, counts in _items(group, lambda found: reader.items(found, tokenizer, config.seq_len), bad):
+            items += made
+            report = RowCounts(*(getattr(report, name) + getattr(counts, name) for name in _COUNTS))
     if files and not items and bad.count == before:
         bad.add(files[0], None, nothing_to_learn(reader, report.examples, files, config.seq_len))
     return items, report
 
 
+def _items(group: Sequence["_Found"], make: "_Make", bad: _BadLines) -> Iterator[tuple[list[Item], RowCounts]]:
+    """Those of a whole group, whose conversations are then rendered together, or of each example if one is bad."""
+    examples = [found for *_, found in group]
+    problem = next((str(found) for found in examples if isinstance(found, DataError)), "")
+    try:
+        made = None if problem else make(examples)
+    except DataError as error:
+        made, problem = None, str(error)
+    if made is not None:
+        yield made
+    elif len(group) == 1:
+        bad.add(*group[0][:2], problem)
+    else:
+        for one in group:
+            yield from _items([one], make, bad)
+
+
+_Make = Callable[[list[Any]], tuple[list[Item], RowCounts]]
 _COUNTS = [field.name for field in dataclasses.fields(RowCounts)]
 _Found = tuple[str, int | None, Any]
 

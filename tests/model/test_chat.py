@@ -1,12 +1,10 @@
-"""The sandbox and its budget, generation blocks and the date."""
+"""The sandbox, generation blocks and the date."""
 
 from datetime import date
 
 import pytest
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from fp8serve.errors import ModelError, RequestError
-from fp8serve.model.text import chat
 from fp8serve.model.text.chat import ChatTemplate
 
 TURNS = [
@@ -19,7 +17,6 @@ SIMPLE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-GROW = "{{% set ns = namespace(s='xxxxxxxxxx') %}}{{% for i in range(99) %}}{}{{% endfor %}}{{{{ ns.s | length }}}}"
 
 
 def test_generation_blocks_are_marked_and_found() -> None:
@@ -60,73 +57,17 @@ def test_sandbox_shows_nothing_of_pythons_internals(source: str) -> None:
     assert ChatTemplate(source, {}).render(TURNS) == ""
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "{% for a in range(99999) %}{% for b in range(99999) %}xxxxxxxxxx{% endfor %}{% endfor %}",
-        "{{ 'x' * 10**12 }}",
-        "{{ '%0999999999d' % 1 }}",
-        "{{ '%*d' % (999999999, 1) }}",
-        "{{ '%0999999999d' | format(1) }}",
-        "{{ '{:>999999999}'.format(1) }}",
-        "{{ 'x'.ljust(999999999) }}",
-        "{{ 'x' | center(999999999) }}",
-        "{{ 'a\nb' | indent(999999999) }}",
-        "{{ 9 ** 999999999999 }}",
-        GROW.format("{% set ns.s = ns.s * 10 %}"),
-        GROW.format("{% set ns.s = ns.s ~ ns.s %}"),
-        GROW.format("{% set ns.s = ns.s + ns.s %}"),
-        GROW.format("{% set ns.s = [ns.s, ns.s] | join %}"),
-        GROW.format("{% set ns.s = ns.s | replace('x', 'xx') %}"),
-        GROW.format("{% set ns.s = ns.s.replace('x', 'xx') %}"),
-        GROW.format("{% set s %}{{ ns.s }}{{ ns.s }}{% endset %}{% set ns.s = s %}"),
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-        "{{ range(90000) | join('x' * 900000) }}",
-        "{{ (['x' * 900000] * 90000) | join }}",
-        "{{ (['x' * 900000] * 90000) | map('upper') | join }}",
-        "{{ ''.join(['x' * 900000] * 90000) }}",
-        "{{ ('x' * 900000).join('y' * 900000) }}",
-        "{{ ('x' * 900000) | replace('x', 'y' * 900000) }}",
-        "{{ ['x' * 900000] | map('replace', 'x', 'y' * 900000) | list }}",
-        "{{ ('x' * 900000).replace('x', 'y' * 900000) }}",
-        "{{ ('\n' * 900000) | indent('x' * 900000) }}",
-        "{{ ('\n' * 900000) | indent(width=900, blank=true) }}",
-        "{{ ('\t' * 900000).expandtabs(900) }}",
-        "{{ ('a ' * 900000) | wordwrap(1, true, 'x' * 900000) }}",
-        "{{ lipsum(900, false, 900, 1000) }}",
-        GROW.format("{% set ns.n = (ns.n or 3) * (ns.n or 3) %}"),
-        "{{ 3 ** 40000000 > 1 }}",
-    ],
-)
-def test_budget_stops_templates_that_run_or_grow(source: str) -> None:
-    """Without a budget these take hours or all memory: pytest's limit on a test would end them."""
-    with pytest.raises((ModelError, RequestError)):
-        ChatTemplate(source, {}).render(TURNS)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ [1, 'a', none, [2]] | join(', ') }}",
-        "{{ messages | join('|', attribute='role') }}",
-        "{{ ['a', 'b'] | map('upper') | join }}",
-        "{{ '-'.join(['a', 'b']) }}{{ '-'.join(['a', 'b'] | map('upper')) }}",
-        "{{ 'aaa' | replace('a', 'bc', 2) }}{{ 'aaa'.replace('a', 'bc', 1) }}{{ 'a' | replace('', '-') }}",
-        "{{ 'a\nb\n\nc' | indent(2, true, blank=true) }}{{ 'a\nb' | indent(width='> ') }}",
-        "{{ 'one two three' | wordwrap(4, wrapstring='/') }}{{ 'a\tb'.expandtabs(4) }}",
-        "{{ 123456789 * 987654321 * -3 }}{{ 7 ** 77 }}{{ true * 3 }}",
-    ],
-)
-def test_what_is_priced_gives_what_jinja_gives(source: str) -> None:
-    plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(source)
-    assert ChatTemplate(source, {}).render(TURNS) == plain.render(messages=TURNS)
-
-
-def test_budget_does_not_touch_long_conversations() -> None:
+def test_long_conversations_are_rendered_and_endless_texts_are_not() -> None:
     long = [{"role": "user", "content": "word " * 20_000}] * 50
     assert len(ChatTemplate(SIMPLE, {}).render(long)) > 5_000_000
-    assert chat._steps.get(None) is None
+    with pytest.raises(ModelError, match="writes too much"):
+        ChatTemplate(SIMPLE, {}).render(long * 4)
+
+
+@pytest.mark.parametrize("source", ["{{ 'a' | xmlattr }}", "{{ messages | sum }}", "{{ range(10 ** 9) | list }}"])
+def test_an_error_of_any_class_is_a_refusal(source: str) -> None:
+    with pytest.raises(RequestError, match="refuses these messages"):
+        ChatTemplate(source, {}).render(TURNS)
 
 
 def test_refusal_by_the_template_carries_its_words() -> None:
@@ -143,8 +84,9 @@ def test_refusal_by_the_template_carries_its_words() -> None:
         "{% for a in [1] %}" * 25 + "{% endfor %}" * 25,
         "{% macro f(a, a) %}{% endmacro %}",
         "{{ f(a=1, a=2) }}",
+        "{{ " + "(" * 500 + ")" * 500 + " }}",
     ],
-    ids=["syntax", "long literal", "deep loops", "twice a parameter", "twice an argument"],
+    ids=["syntax", "long literal", "deep loops", "twice a parameter", "twice an argument", "deep parentheses"],
 )
 def test_template_that_is_no_template(source: str) -> None:
     with pytest.raises(ModelError, match="does not compile"):

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from fp8serve.errors import DataError, RequestError
+from fp8serve.model.text import tokenizer as tokenizer_module
 from fp8serve.model.text.chat import ChatTemplate, Message
 from fp8serve.model.text.examples import ChatExample, tokenize
 from fp8serve.model.text.tokenizer import Tokenizer
-from fp8serve.model.text.turns import Markers, assistant_spans
+from fp8serve.model.text.turns import Conversation, Markers, assistant_spans
 from tests.model.families import CHATML, FAMILIES, QWEN3, R1, special_tokens, unmarked
 from tests.model.oracle import byte_level, write_tokenizer
 
@@ -38,6 +39,12 @@ CONVERSATIONS = {
     "another speaks last": ("a", "no", "no"),
     "long": tuple(f"{'word ' * 50}{i % 3}" for i in range(12)),
 }
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process for each of so many templates would take minutes; test_limited_template.py compares both."""
+    monkeypatch.setattr(tokenizer_module, "is_limited", lambda: True)
 
 
 def messages(contents: tuple[str, ...]) -> list[Message]:
@@ -78,7 +85,7 @@ def words(
     template: str, conversation: list[Message], markers: Markers | None = None, skip: tuple[int, ...] = ()
 ) -> list[str]:
     compiled = ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"})
-    text, spans = assistant_spans(compiled, conversation, markers or Markers(), skip)
+    text, spans = assistant_spans(compiled, Conversation(conversation, skip), markers or Markers())
     assert text == compiled.render(conversation, add_generation_prompt=False)
     return [text[a:b] for a, b in spans]
 
@@ -109,7 +116,7 @@ def test_weight_zero_leaves_out_its_own_turn_only(template: str) -> None:
     assert len(full) == 3
     for skipped in (1, 3, 5):
         compiled = ChatTemplate(template, {})
-        (_, every), (_, some) = (assistant_spans(compiled, same, tokens, s) for s in ((), (skipped,)))
+        (_, every), (_, some) = (assistant_spans(compiled, Conversation(same, s), tokens) for s in ((), (skipped,)))
         assert some == [span for i, span in enumerate(every) if 2 * i + 1 != skipped]
 
 

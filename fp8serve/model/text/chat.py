@@ -1,225 +1,41 @@
-"""Chat templates: Jinja from the model's directory, run in a sandbox with a budget.
+"""Chat templates: Jinja from the model's directory, run in jinja's sandbox.
 
 A template is a program that came with a download. `ImmutableSandboxedEnvironment` keeps it from Python's internals, but
-not from running for an hour or building a string of a gigabyte. Every render therefore has a budget: each call and
-look-up costs one, `range(n)` costs n, and every string made by an operator, a filter, a method, a macro or a block
-costs its length. Results that may be much larger than what they are made of (padding, formats, repetition, joined,
-replaced and indented text, products of whole numbers) are paid for before they are made, and `lipsum`, which no chat
-needs, does not exist. Helpers
-are those Hugging Face templates expect: `raise_exception`, `strftime_now`, `tojson` without HTML escapes, loop
-controls, and `{% generation %}` blocks, which mark what an assistant wrote (`model.turns` reads them).
+not from running for an hour or building a string of a gigabyte, and jinja computes constant expressions while it
+compiles. So a `ChatTemplate` is made and rendered only in a process with limits of processor time and memory: a parser
+process of the server, or the one that a `LimitedTemplate` has (limited_template.py). Helpers are those Hugging Face
+templates expect: `raise_exception`, `strftime_now`, `tojson` without HTML escapes, loop controls, and `{% generation
+%}` blocks, which mark what an assistant wrote (turns.py reads them).
 
 `strftime_now` gives the time of the machine, as transformers does, unless the template was compiled with a date: a
 training run keeps the date of its first day, so that it renders the same text when it is resumed on another.
 """
 
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from datetime import date, datetime, time
-from functools import wraps
 from types import MappingProxyType
 from typing import Any
 
 import jinja2
 from jinja2 import nodes
-from jinja2.compiler import CodeGenerator
 from jinja2.ext import Extension, loopcontrols
-from jinja2.filters import FILTERS as DEFAULT_FILTERS
-from jinja2.filters import make_attrgetter
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from fp8serve.errors import ModelError, RequestError, one_line
+from fp8serve.errors import Fp8ServeError, ModelError, RequestError, one_line
 from fp8serve.model.text.call_spellings import spellings
 from fp8serve.model.text.tool_prompt import with_tools
 
 Message = dict[str, Any]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
-REFUSALS = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
-"""Raised by a template that does not accept a conversation."""
-COMPILE_ERRORS = (jinja2.TemplateError, RecursionError, SyntaxError, ValueError)
-"""Raised for a source that is no template. Jinja lets two of Python's through: SyntaxError where it generates invalid
-Python, as for loops nested 25 deep, and ValueError for a literal of more than 4,300 digits."""
 END_OF_BEGUN = "<end-of-begun-message>"
 """Stands in the place at which a message is to be continued."""
-MAX_STEPS = 50_000_000
 MAX_CHARS = 16 * 1024 * 1024
+"""Of a rendered conversation; a tokenizer needs 200 bytes for each."""
 
-_steps: ContextVar[list[int]] = ContextVar("steps")  # one counter per render, so threads do not share a budget
 _mark: ContextVar[str] = ContextVar("mark", default="")  # put around generation blocks on request
-
-
-class _TooMuchError(Exception):
-    """The template spent its budget."""
-
-
-def _spend(amount: int) -> None:
-    counter = _steps.get(None)
-    if counter is not None:
-        counter[0] += max(amount, 0)
-        if counter[0] > MAX_STEPS:
-            raise _TooMuchError
-
-
-class _CodeGenerator(CodeGenerator):
-    """Sends `a ~ b` through the environment's `concat`, which is priced."""
-
-    def visit_Concat(self, node: nodes.Concat, frame: Any) -> None:  # noqa: N802 - jinja names it so
-        self.write("concat((")
-        for argument in node.nodes:
-            self.write("str(")
-            self.visit(argument, frame)
-            self.write("), ")
-        self.write("))")
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with a price on everything that can be repeated or grow."""
-
-    code_generator_class = _CodeGenerator
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
-
-    def __init__(self, today: date | None = None) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-        self.filters |= {"tojson": _tojson, "join": _join}
-        self.filters.update({name: _priced(name, function) for name, function in self.filters.items()})
-        del self.globals["lipsum"]
-        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _clock(today), "range": _range}
-
-    @staticmethod
-    def concat(pieces: Iterable[str]) -> str:
-        """The function with which jinja joins the output of blocks and macros."""
-        text = "".join(pieces)
-        _spend(len(text))
-        return text
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        _spend(1)
-        return super().getattr(obj, attribute)
-
-    def getitem(self, obj: Any, argument: Any) -> Any:
-        _spend(1)
-        return super().getitem(obj, argument)
-
-    def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        name, text = getattr(obj, "__name__", ""), getattr(obj, "__self__", None)
-        if name.startswith("format"):  # "{:>999999}".format(1): the width is in the text
-            _spend(_widths(text))
-        if isinstance(text, str) and name == "join" and args:
-            args = (_paid_pieces(args[0], text), *args[1:])
-        if isinstance(text, str) and name in ("replace", "expandtabs"):
-            _spend(_SIZES[name](text, *args, **kwargs))
-        _spend(1 + _price(args) + _price(tuple(kwargs.values())))
-        return _paid(super().call(context, obj, *args, **kwargs))
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        _spend(_result_size(operator, left, right))
-        return super().call_binop(context, operator, left, right)
-
-
-def _priced(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter, priced by the widths in its arguments and the text that it makes."""
-    takes_context = hasattr(filter_, "jinja_pass_arg")
-
-    @wraps(filter_)  # keeps jinja's mark of filters that take the environment as first argument
-    def filtered(*args: Any, **kwargs: Any) -> Any:
-        _spend(_price(args) + _price(tuple(kwargs.values())))
-        if filter_ is DEFAULT_FILTERS["format"]:
-            _spend(_widths(args[0]))
-        if name in _SIZES:
-            _spend(_SIZES[name](*args[takes_context:], **kwargs))
-        return _paid(filter_(*args, **kwargs))
-
-    return filtered
-
-
-def _paid(value: Any) -> Any:
-    if isinstance(value, str):
-        _spend(len(value))
-    return value
-
-
-def _price(values: tuple[Any, ...]) -> int:
-    """The price of a call (`range`, `center`, `indent`): large numbers in its arguments bound its output."""
-    return sum(abs(v) for v in values if isinstance(v, int) and not isinstance(v, bool) and abs(v) > 1000)
-
-
-def _replaced_size(text: Any, old: Any = "", new: Any = "", *_: Any, **named: Any) -> int:
-    """Characters of a text in which all `old` are replaced."""
-    whole, old, new = str(text), str(named.get("old", old)), str(named.get("new", new))
-    return len(whole) + whole.count(old) * len(new)
-
-
-def _indented_size(text: Any, width: Any = 4, *_: Any, **named: Any) -> int:
-    """Characters of a text whose lines are indented."""
-    whole, width = str(text), named.get("width", width)
-    return len(whole) + (whole.count("\n") + 1) * (abs(width) if isinstance(width, int) else len(str(width)))
-
-
-def _wrapped_size(text: Any, width: Any = 79, _long: Any = True, wrapstring: Any = None, *_: Any, **named: Any) -> int:
-    """A bound for the characters of a text that is wrapped: two lines are longer than `width`."""
-    whole, width, mark = str(text), named.get("width", width), str(named.get("wrapstring", wrapstring) or "")
-    lines = 2 * len(whole) // max(1, width if isinstance(width, int) else 1) + whole.count("\n") + 1
-    return len(whole) + lines * len(mark)
-
-
-def _tabbed_size(text: str, tabsize: Any = 8) -> int:
-    return len(text) + text.count("\t") * (abs(tabsize) if isinstance(tabsize, int) else 0)
-
-
-_SIZES: dict[str, Callable[..., int]] = {
-    "replace": _replaced_size,
-    "indent": _indented_size,
-    "wordwrap": _wrapped_size,
-    "expandtabs": _tabbed_size,
-}
-"""What filters and methods of these names make, at most, of their arguments."""
-
-
-def _paid_pieces(items: Any, separator: str) -> list[Any]:
-    """The items to join, each paid for with a separator before they are."""
-    pieces = []
-    for item in items:
-        _spend(len(separator) + (len(item) if isinstance(item, str) else 1))
-        pieces.append(item)
-    return pieces
-
-
-@jinja2.pass_environment
-def _join(environment: jinja2.Environment, value: Any, d: Any = "", attribute: Any = None) -> str:
-    """Jinja's filter, as it is without the escaping of HTML."""
-    items = value if attribute is None else map(make_attrgetter(environment, attribute), value)
-    return str(d).join(_paid_pieces(map(str, items), str(d)))
-
-
-def _widths(text: Any) -> int:
-    """The numbers in a format string, any of which may be the width of a field."""
-    return sum(int(n[:12]) for n in re.findall(r"[0-9]+", text)) if isinstance(text, str) else 0
-
-
-def _result_size(operator: str, left: Any, right: Any) -> int:
-    """A bound for the size of `left operator right`, if that is not plain arithmetic."""
-    if operator == "%":
-        return _widths(left) + _price(right if isinstance(right, tuple) else (right,)) if isinstance(left, str) else 1
-    if operator == "**":
-        if not (isinstance(left, int) and isinstance(right, int)):
-            return 1
-        bits = int(abs(left).bit_length() * abs(right))
-        return bits + _multiplication(bits, bits)
-    if operator == "+":
-        return sum(len(side) for side in (left, right) if hasattr(side, "__len__"))
-    if isinstance(left, int) and isinstance(right, int):
-        return _multiplication(left.bit_length(), right.bit_length())
-    sized, times = (left, right) if hasattr(left, "__len__") else (right, left)
-    return len(sized) * times if hasattr(sized, "__len__") and isinstance(times, int) else 1
-
-
-def _multiplication(bits: int, others: int) -> int:
-    """The price of a product of whole numbers of so many bits: that of its words of 64 bits."""
-    return 1 + bits * others // 4096
 
 
 class _Generation(Extension):
@@ -248,18 +64,19 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: dict[str, str], today: date | None = None) -> None:
         self.source = source
         self._special_tokens = special_tokens
-        environment = _Environment(today)
-        with _budget():  # jinja computes constant expressions while it compiles
-            try:
-                parsed = environment.parse(source)
-                blocks = parsed.find_all(nodes.ExtensionAttribute)
-                self.marks_generation = any(b.identifier == _Generation.identifier for b in blocks)
-                self.takes_tools = any(name.name == "tools" for name in parsed.find_all(nodes.Name))
-                self.knows_calls = "tool_calls" in source
-                self.constants = frozenset(c.value for c in parsed.find_all(nodes.Const) if isinstance(c.value, str))
-                self._template = environment.from_string(parsed)
-            except COMPILE_ERRORS as e:
-                raise ModelError(f"The model's chat template does not compile: {one_line(e)}.") from None
+        environment = _environment(today)
+        try:
+            parsed = environment.parse(source)
+            blocks = parsed.find_all(nodes.ExtensionAttribute)
+            self.marks_generation = any(b.identifier == _Generation.identifier for b in blocks)
+            self.takes_tools = any(name.name == "tools" for name in parsed.find_all(nodes.Name))
+            self.knows_calls = "tool_calls" in source
+            self.constants = frozenset(c.value for c in parsed.find_all(nodes.Const) if isinstance(c.value, str))
+            self._template = environment.from_string(parsed)
+        except MemoryError:
+            raise
+        except Exception as e:  # Python's compiler refuses some of what jinja accepts
+            raise ModelError(f"The model's chat template does not compile: {one_line(e)}.") from None
 
     def render(
         self,
@@ -272,17 +89,15 @@ class ChatTemplate:
         further ones, such as `enable_thinking`, or `tools`, as OpenAI's API describes them (None: there are none now):
         for a template that knows no tools the conversation is rewritten (tool_prompt.py).
 
-        RequestError: the template refuses the messages. ModelError: it runs away.
+        RequestError: the template refuses the messages. ModelError: it writes too much.
         """
-        given = {"tools": None, "documents": None} | _plain(dict(variables))
+        given = {"tools": None, "documents": None} | plain(dict(variables))
         if "tools" in variables and not self.takes_tools:
             messages, given["tools"] = with_tools(messages, given["tools"], self.knows_calls), None
-        plain = [_plain_message(message) for message in messages]
         given |= {"add_generation_prompt": add_generation_prompt}
         token = _mark.set(mark)
         try:
-            with _budget():
-                return self._first_accepted(plain, given)
+            return self._first_accepted([_plain_message(message) for message in messages], given)
         finally:
             _mark.reset(token)
 
@@ -304,21 +119,11 @@ class ChatTemplate:
         for spelt in spellings(messages):
             try:
                 return _bounded(self._template.generate(self._special_tokens | given | {"messages": spelt}))
-            except REFUSALS as e:
+            except (Fp8ServeError, MemoryError):
+                raise
+            except Exception as e:  # a template may call what raises an error of any class
                 complaint = complaint or one_line(e)
         raise RequestError(f"The model's chat template refuses these messages: {complaint}.")
-
-
-@contextmanager
-def _budget() -> Iterator[None]:
-    """A fresh budget inside the block; ModelError when it is spent."""
-    token = _steps.set([0])
-    try:
-        yield
-    except _TooMuchError:
-        raise ModelError("The model's chat template runs too long or writes too much.") from None
-    finally:
-        _steps.reset(token)
 
 
 def _bounded(pieces: Iterator[str]) -> str:
@@ -327,31 +132,33 @@ def _bounded(pieces: Iterator[str]) -> str:
         parts.append(piece)
         length += len(piece)
         if length > MAX_CHARS:
-            raise _TooMuchError
+            raise ModelError("The model's chat template writes too much.")
     return "".join(parts)
 
 
 def _plain_message(message: Message) -> Message:
     """The message without null values, except the content beside calls: some templates test whether it is null."""
     kept = {k: v for k, v in message.items() if v is not None or (k == "content" and message.get("tool_calls"))}
-    return {k: _plain(v) for k, v in kept.items()}
+    return {k: plain(v) for k, v in kept.items()}
 
 
-def _plain(value: Any) -> Any:
-    """Only JSON's types reach a template, because it could call an object's methods."""
+def plain(value: Any) -> Any:
+    """The value with lists for tuples and text for keys. Only JSON's types reach a template, because it could call an
+    object's methods; RequestError for others."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     raise RequestError(f"A chat message holds a {type(value).__name__}, which is not a JSON value.")
 
 
-def _range(*args: int) -> range:
-    result = range(*args)
-    _spend(len(result))
-    return result
+def _environment(today: date | None) -> ImmutableSandboxedEnvironment:
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    made.filters["tojson"] = _tojson
+    made.globals |= {"raise_exception": _raise_exception, "strftime_now": _clock(today)}
+    return made
 
 
 def _raise_exception(message: str) -> None:

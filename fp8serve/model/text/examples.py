@@ -5,7 +5,7 @@ tokens as serving does: a prompt is tokenized exactly as a request would be, a c
 template. Only completions and the assistant's turns are learnt; the rest is context. No torch here.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,10 +16,12 @@ from fp8serve.model.text.conversation import for_template
 from fp8serve.model.text.data_files import LIMITS, DataLimits, Rows, read_source, source_name
 from fp8serve.model.text.tables import JSON_ROWS
 from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.model.text.turns import Conversation, MarkedText
 
 T = TypeVar("T")
 
 PASSAGE_CHARS = 2000  # paragraphs of a text file are joined up to about this: some 500 tokens
+TOGETHER = 128  # messages that are rendered at once, in another process
 
 
 @dataclass(frozen=True)
@@ -171,13 +173,56 @@ def _text(row: Mapping[str, Any], column: str, where: str) -> str:
 
 def tokenize(example: Example, tokenizer: Tokenizer, max_len: int | None = None) -> TokenizedExample:
     """Ids and mask of one example, cut to its first `max_len` tokens. DataError when it cannot be tokenized."""
+    ((_, tokenized),) = tokenize_all([example], tokenizer, max_len)
+    return tokenized
+
+
+def tokenize_all(
+    examples: Iterable[Example], tokenizer: Tokenizer, max_len: int | None = None
+) -> Iterator[tuple[Example, TokenizedExample]]:
+    """As `tokenize`, for each in order; several conversations are rendered together. Errors of `examples` are raised
+    after what comes before them."""
+    for group in _groups(examples):
+        rendered = _rendered([e for e in group if isinstance(e, ChatExample)], tokenizer)
+        for example in group:
+            try:
+                ids, mask = _tokenize(example, rendered, tokenizer, max_len)
+            except Fp8ServeError as e:
+                raise DataError(f"{example.source or 'The example'} cannot be tokenized: {e}") from None
+            except RecursionError:
+                where = example.source or "The example"
+                raise DataError(f"{where} cannot be tokenized: it is nested too deeply.") from None
+            yield example, TokenizedExample(ids[:max_len], mask[:max_len])
+
+
+def _groups(examples: Iterable[Example]) -> Iterator[list[Example]]:
+    """Of conversations with about `TOGETHER` messages."""
+    group: list[Example] = []
+    size = 0
     try:
-        ids, mask = _tokenize(example, tokenizer, max_len)
-    except Fp8ServeError as e:
-        raise DataError(f"{example.source or 'The example'} cannot be tokenized: {e}") from None
-    except RecursionError:
-        raise DataError(f"{example.source or 'The example'} cannot be tokenized: it is nested too deeply.") from None
-    return TokenizedExample(ids[:max_len], mask[:max_len])
+        for example in examples:
+            group.append(example)
+            size += len(example.messages) if isinstance(example, ChatExample) else 1
+            if size >= TOGETHER:
+                yield group
+                group, size = [], 0
+    except DataError:
+        yield group
+        raise
+    yield group
+
+
+def _rendered(chats: Sequence[ChatExample], tokenizer: Tokenizer) -> Iterator[MarkedText]:
+    for result in tokenizer.assistant_spans(list(map(_conversation, chats))):
+        if isinstance(result, Fp8ServeError):
+            raise result
+        yield result
+
+
+def _conversation(example: ChatExample) -> Conversation:
+    messages = for_template([{k: v for k, v in m.items() if k != "weight"} for m in example.messages])
+    skip = [i for i, m in enumerate(example.messages) if m["role"] == "assistant" and not m.get("weight", 1)]
+    return Conversation(messages, skip, {"tools": list(example.tools) or None})
 
 
 def tokenize_pieces(example: Example, tokenizer: Tokenizer, max_len: int, pieces: int) -> list[TokenizedExample]:
@@ -189,14 +234,18 @@ def tokenize_pieces(example: Example, tokenizer: Tokenizer, max_len: int, pieces
     return [TokenizedExample(whole.ids[i : i + max_len], whole.loss_mask[i : i + max_len]) for i in starts]
 
 
-def _tokenize(example: Example, tokenizer: Tokenizer, most: int | None) -> tuple[list[int], list[bool]]:
+def _tokenize(
+    example: Example, rendered: Iterator[MarkedText], tokenizer: Tokenizer, most: int | None
+) -> tuple[list[int], list[bool]]:
     """At least the first `most` ids, or all."""
     if isinstance(example, TextExample):
         ids = tokenizer.encode_beginning(example.text, most)[0] + _eos(tokenizer)
         return ids, [True] * len(ids)
     if isinstance(example, PromptExample):
         return _tokenize_prompt(example, tokenizer, most)
-    return _tokenize_chat(example, tokenizer, most)
+    text, spans = next(rendered)
+    ids, offsets = tokenizer.encode_beginning(text, most, add_special_tokens=False)
+    return ids, [any(start < b and a < end for a, b in spans) for start, end in offsets]
 
 
 def _eos(tokenizer: Tokenizer) -> list[int]:
@@ -214,11 +263,3 @@ def _tokenize_prompt(example: PromptExample, tokenizer: Tokenizer, most: int | N
         joined = prompt + tokenizer.encode_beginning(example.completion, most, add_special_tokens=False)[0]
     ids = joined + _eos(tokenizer)
     return ids, [i >= len(prompt) for i in range(len(ids))]
-
-
-def _tokenize_chat(example: ChatExample, tokenizer: Tokenizer, most: int | None) -> tuple[list[int], list[bool]]:
-    messages = for_template([{k: v for k, v in m.items() if k != "weight"} for m in example.messages])
-    skip = [i for i, m in enumerate(example.messages) if m["role"] == "assistant" and not m.get("weight", 1)]
-    text, spans = tokenizer.assistant_spans(messages, skip, {"tools": list(example.tools) or None})
-    ids, offsets = tokenizer.encode_beginning(text, most, add_special_tokens=False)
-    return ids, [any(start < b and a < end for a, b in spans) for start, end in offsets]

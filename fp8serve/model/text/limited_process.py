@@ -7,21 +7,24 @@ JSON head and some bytes, and the answer is another frame. Before each job the l
 (RLIMIT_AS). Nothing is unpickled. Where the system does not say how much is in use, as on macOS, memory is not limited,
 and the limit of time remains.
 
-`serve` is that process's loop; `LimitedProcess` is the handle of one for a program that waits for each answer.
+`serve` is that process's loop, and `is_limited` is true in it. `LimitedProcess` is the handle of one for a program that
+waits for each answer. A process that is forked has its parent's handles, and starts processes of its own for them.
 `server/parsing/parser_pool.py` has handles for an event loop.
 """
 
 import contextlib
 import json
 import logging
+import os
 import resource
 import signal
 import socket
 import struct
 import subprocess
 import threading
+import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 from fp8serve import errors
 from fp8serve.errors import Fp8ServeError, MachineError, ModelError
@@ -40,6 +43,9 @@ Answer = tuple[Head, bytes]
 Jobs = Mapping[str, Callable[[Head, bytes], Answer]]
 Exhausted = Literal["processor time", "memory"]
 
+_serving = threading.Event()
+_handles: "weakref.WeakSet[LimitedProcess]" = weakref.WeakSet()
+
 
 def pack(head: Head, body: bytes = b"") -> bytes:
     """One frame: a JSON object and some bytes."""
@@ -47,14 +53,21 @@ def pack(head: Head, body: bytes = b"") -> bytes:
     return FRAME.pack(len(text), len(body)) + text + body
 
 
-def receive(stream: BinaryIO) -> Answer | None:
-    """The next frame; None at the end of the stream."""
-    sizes = stream.read(FRAME.size)
-    if len(sizes) < FRAME.size:
+def receive(connection: socket.socket) -> Answer | None:
+    """The next frame; None if the other end is closed before it is whole."""
+    if (sizes := _read(connection, FRAME.size)) is None:
         return None
-    head, body = FRAME.unpack(sizes)
-    text = stream.read(head)
-    return (json.loads(text), stream.read(body)) if len(text) == head else None
+    head, body = (_read(connection, size) for size in FRAME.unpack(sizes))
+    return None if head is None or body is None else (json.loads(head), body)
+
+
+def _read(connection: socket.socket, size: int) -> bytes | None:
+    content, received = bytearray(size), 0
+    while received < size:
+        if not (count := connection.recv_into(memoryview(content)[received:])):
+            return None
+        received += count
+    return bytes(content)
 
 
 def error_of(answer: Head) -> Exception:
@@ -78,11 +91,17 @@ def exhausted_by(status: int | None) -> Exhausted | None:
 
 def serve(jobs: Jobs, prepare: Callable[[Head], None] = lambda _head: None) -> None:
     """Does jobs until the socket ends. `prepare` does what is not a part of a job, before its limits are set."""
+    _serving.set()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the other process's to handle
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with socket.socket(fileno=0) as connection, connection.makefile("rb") as stream:
-        while (job := receive(stream)) is not None:
+    with socket.socket(fileno=0) as connection:
+        while (job := receive(connection)) is not None:
             connection.sendall(_perform(jobs, prepare, *job))
+
+
+def is_limited() -> bool:
+    """Whether this process works under limits, so that it may run what a stranger wrote."""
+    return _serving.is_set()
 
 
 def _perform(jobs: Jobs, prepare: Callable[[Head], None], head: Head, body: bytes) -> bytes:
@@ -132,6 +151,7 @@ class LimitedProcess:
         self._limits = {"cpu": cpu, "memory": memory}
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
+        _handles.add(self)
 
     def perform(self, what: str, head: Head, body: bytes = b"") -> Answer:
         """The answer to a job. ModelError, about `what`, if it needs more than it may use or ends the process; errors
@@ -164,14 +184,13 @@ class LimitedProcess:
             self._close()
             self._start()
         self._socket.sendall(frame)
-        answer = receive(self._stream)
+        answer = receive(self._socket)
         if answer is None:
             raise EOFError
         return answer
 
     def _start(self) -> None:
         self._socket, theirs = socket.socketpair()
-        self._stream = self._socket.makefile("rb")
         self._socket.settimeout(WAIT_SECONDS + 10 * self._limits["cpu"])
         with theirs:
             try:
@@ -181,18 +200,33 @@ class LimitedProcess:
                 self._socket.close()
                 raise MachineError(f"No process can be started under limits: {error.strerror}.") from None
 
+    def disown(self) -> None:
+        """Leaves the process to the one that this one was forked from, whose threads may have held the lock."""
+        self._lock = threading.Lock()
+        process, self._process = self._process, None
+        if process is not None:
+            process.returncode = 0  # so that nothing waits for it
+            self._socket.close()
+
     def _close(self, patience: float = 0.2) -> int | None:
         """The exit status, if the process has ended by itself, at most `patience` seconds from now."""
         process, self._process = self._process, None
         if process is None:
             return None
-        self._stream.close()
         self._socket.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(patience)
         process.kill()
         process.wait()
         return None
+
+
+def _disown_all() -> None:
+    for handle in list(_handles):
+        handle.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
 
 
 def _ended(what: str, status: int | None) -> ModelError:

@@ -14,7 +14,7 @@ TokenizerError for a text or for tokens. How much text and time a token may cost
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
@@ -26,8 +26,10 @@ from fp8serve.errors import Fp8ServeError, ModelError, RequestError, TokenizerEr
 from fp8serve.model.storage.files import MAX_CARRIED_BYTES, present, read_optional_json, read_text
 from fp8serve.model.text.chat import NOTHING, ChatTemplate, Message
 from fp8serve.model.text.decoder_bound import check_decoder
+from fp8serve.model.text.limited_process import is_limited
+from fp8serve.model.text.limited_template import LimitedTemplate, outcome
 from fp8serve.model.text.text_bound import TextBound, text_bound
-from fp8serve.model.text.turns import Markers, Span, assistant_spans
+from fp8serve.model.text.turns import Conversation, MarkedText, Markers, Span, assistant_spans
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 """What is read of a directory, besides the tokens that end a sequence."""
@@ -58,13 +60,16 @@ def library_failures(kind: type[Fp8ServeError], sentence: str) -> Iterator[None]
 
 
 class Tokenizer:
-    """One model's tokenizer. Thread-safe; building it reads three small files."""
+    """One model's tokenizer. Thread-safe; building it reads three small files.
+
+    template: a `LimitedTemplate`, or a `ChatTemplate` in a process that has limits.
+    """
 
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
         special_tokens: dict[str, str],
-        template: ChatTemplate | None,
+        template: ChatTemplate | LimitedTemplate | None,
         eos_ids: tuple[int, ...] = (),
     ) -> None:
         self._backend, self._template = backend, template
@@ -102,7 +107,8 @@ class Tokenizer:
         config = read_optional_json(model_dir / "tokenizer_config.json")
         special = _special_tokens(read_optional_json(model_dir / "special_tokens_map.json") | config)
         source, eos_ids = template_source(model_dir, config), _eos_ids(model_dir)
-        template = ChatTemplate(source, special, today) if source else None
+        kind = ChatTemplate if is_limited() else LimitedTemplate
+        template = kind(source, special, today) if source else None
         with library_failures(ModelError, f"{path} is not a tokenizer that can be read"):
             backend = tokenizers.Tokenizer.from_str(text)
             backend.no_truncation()
@@ -262,17 +268,18 @@ class Tokenizer:
         """Ids of the rendered conversation. The template writes BOS itself if the model needs one, so none is added."""
         return self.encode(self.chat(messages, add_generation_prompt), add_special_tokens=False)
 
-    def assistant_spans(
-        self, messages: list[Message], skip: Collection[int] = (), variables: Mapping[str, Any] = NOTHING
-    ) -> tuple[str, list[Span]]:
-        """See `turns.assistant_spans`. ModelError when the model has no chat template."""
-        return assistant_spans(self._require_template(), messages, self._markers, skip, variables)
+    def assistant_spans(self, conversations: Sequence[Conversation]) -> list[MarkedText | Fp8ServeError]:
+        """`turns.assistant_spans` of each, or its error. ModelError when the model has no chat template."""
+        template = self._require_template()
+        if isinstance(template, LimitedTemplate):
+            return template.assistant_spans(conversations, self._markers)
+        return [outcome(assistant_spans, template, conversation, self._markers) for conversation in conversations]
 
     def holds_back(self, token_id: int) -> bool:
         """Whether the text of this token depends on the token after it (a byte of a longer run)."""
         return token_id in self._byte_ids
 
-    def _require_template(self) -> ChatTemplate:
+    def _require_template(self) -> ChatTemplate | LimitedTemplate:
         if self._template is None:
             raise ModelError("The model has no chat template; send a plain prompt, or add a chat_template.jinja to it.")
         return self._template

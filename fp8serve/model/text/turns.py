@@ -25,12 +25,13 @@ import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from fp8serve.errors import RequestError
 from fp8serve.model.text.chat import NOTHING, ChatTemplate, Message
 
 Span = tuple[int, int]  # character positions [start, end)
+MarkedText = tuple[str, list[Span]]  # a rendered conversation, and what the assistant wrote of it
 _Render = Callable[..., str]  # ChatTemplate.render with its variables
 
 _KEPT = ("role", "type", "id", "tool_call_id")  # keys of a message whose values a template compares or checks
@@ -48,18 +49,21 @@ class Markers:
     special: frozenset[str] = frozenset()
 
 
-def assistant_spans(
-    template: ChatTemplate,
-    messages: list[Message],
-    markers: Markers,
-    skip: Collection[int] = (),
-    variables: Mapping[str, Any] = NOTHING,
-) -> tuple[str, list[Span]]:
+class Conversation(NamedTuple):
+    """skip: numbers of messages whose spans are left out. variables: see `ChatTemplate.render`."""
+
+    messages: list[Message]
+    skip: Collection[int] = ()
+    variables: Mapping[str, Any] = NOTHING
+
+
+def assistant_spans(template: ChatTemplate, conversation: Conversation, markers: Markers) -> MarkedText:
     """The rendered conversation and the spans of it that the assistant wrote, in order and without overlap.
 
-    `skip`: numbers of messages whose spans are left out. `variables`: see `ChatTemplate.render`. RequestError when the
-    template refuses the messages, or when it changes them so that the assistant's words cannot be told from the rest.
+    RequestError when the template refuses the messages, or when it changes them so that the assistant's words cannot be
+    told from the rest.
     """
+    messages, skip, variables = conversation
     render: _Render = partial(template.render, variables=variables)
     if template.marks_generation:
         return _marked(template, render, messages, skip)
@@ -75,9 +79,7 @@ def assistant_spans(
 # -- templates with generation blocks ----------------------------------------------------------------------------------
 
 
-def _marked(
-    template: ChatTemplate, render: _Render, messages: list[Message], skip: Collection[int]
-) -> tuple[str, list[Span]]:
+def _marked(template: ChatTemplate, render: _Render, messages: list[Message], skip: Collection[int]) -> MarkedText:
     text = render(messages, add_generation_prompt=False)
     mark = f"\ue000{secrets.token_hex(16)}\ue001"
     pieces = render(messages, add_generation_prompt=False, mark=mark).split(mark)

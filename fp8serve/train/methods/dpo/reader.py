@@ -7,13 +7,14 @@ has no token left to learn, or if both are the same; such pairs are dropped, and
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fp8serve.model.text.data_files import DataLimits
-from fp8serve.model.text.examples import Example, tokenize
+from fp8serve.model.text.examples import TokenizedExample, tokenize_all
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train.data import Row, RowCounts
 from fp8serve.train.methods.dpo.pairs import COLUMNS, PairExample, pair_of, read_pairs
@@ -62,8 +63,10 @@ class DpoReader:
     ) -> tuple[list[Pair], RowCounts]:
         pairs: list[Pair] = []
         count = truncated = 0
-        for count, example in enumerate(examples, 1):  # noqa: B007 - the last number counts them
-            whole = Pair(_row(example.chosen, tokenizer), _row(example.rejected, tokenizer))
+        answers = (answer for pair in examples for answer in (pair.chosen, pair.rejected))
+        rows = (_row(tokenized) for _, tokenized in tokenize_all(answers, tokenizer, sys.maxsize))
+        for whole in starmap(Pair, zip(rows, rows, strict=True)):
+            count += 1
             truncated += any(row.tokens > seq_len for row in whole.rows)
             pair = Pair(_cut(whole.chosen, seq_len), _cut(whole.rejected, seq_len))
             if all(row.trainable for row in pair.rows) and not np.array_equal(pair.chosen.ids, pair.rejected.ids):
@@ -79,9 +82,8 @@ class DpoReader:
         return Pair(chosen, rejected)
 
 
-def _row(example: Example, tokenizer: Tokenizer) -> Row:
-    found = tokenize(example, tokenizer, sys.maxsize)
-    return Row(np.asarray(found.ids, dtype=np.int32), np.asarray(found.loss_mask, dtype=np.bool_))
+def _row(example: TokenizedExample) -> Row:
+    return Row(np.asarray(example.ids, dtype=np.int32), np.asarray(example.loss_mask, dtype=np.bool_))
 
 
 def _cut(row: Row, seq_len: int) -> Row:

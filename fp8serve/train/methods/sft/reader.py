@@ -20,7 +20,7 @@ from fp8serve.model.text.examples import (
     TokenizedExample,
     example_of,
     read_examples,
-    tokenize,
+    tokenize_all,
 )
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train.data import Row, RowCounts
@@ -42,8 +42,8 @@ class SftReader:
     def items(self, examples: Iterable[Example], tokenizer: Tokenizer, seq_len: int) -> tuple[list[Row], RowCounts]:
         rows: list[Row] = []
         count = truncated = dropped = 0
-        for count, example in enumerate(examples, 1):  # noqa: B007 - the last number counts them
-            whole = tokenize(example, tokenizer, sys.maxsize)
+        for example, whole in tokenize_all(examples, tokenizer, sys.maxsize):
+            count += 1
             truncated += not isinstance(example, TextExample) and len(whole.ids) > seq_len + 1
             made = [row for row in _rows(example, whole, seq_len) if row.trainable]
             dropped += not made

@@ -1,0 +1,141 @@
+"""Chat templates in a process with limits: the same texts and errors, and an end to every hostile one."""
+
+import gc
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from fp8serve.errors import DataError, Fp8ServeError, ModelError, RequestError
+from fp8serve.model.text import limited_process
+from fp8serve.model.text.chat import ChatTemplate, Message
+from fp8serve.model.text.examples import ChatExample, tokenize_all
+from fp8serve.model.text.limited_template import LimitedTemplate, outcome
+from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.model.text.turns import Conversation, Markers, assistant_spans
+from tests.model.families import FAMILIES, unmarked
+from tests.model.oracle import write_tokenizer
+
+CHAT: list[Message] = [
+    {"role": "user", "content": "hi \u00e9\U0001f389 \ud800", "note": (1, 2.5, None, {3: True})},
+    {"role": "assistant", "content": " yes\n"},
+    {"role": "user", "content": "and"},
+    {"role": "assistant", "content": "no"},
+]
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+SIMPLE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}"
+GROW = (
+    "{{% set ns = namespace(s='xxxxxxxxxx', n=3) %}}{{% for i in range(99) %}}{}{{% endfor %}}{{{{ ns.s | length }}}}"
+)
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+HOSTILE = [
+    ENDLESS,
+    "{{ 9 ** 999999999999 }}",
+    "{{ 'x' * 10**12 }}",
+    "{{ '%0999999999d' % 1 }}",
+    "{{ 'x' | center(9999999999) }}",
+    "{{ range(90000) | join('x' * 900000) }}",
+    "{{ ('x' * 900000) | replace('x', 'y' * 900000) }}",
+    GROW.format("{% set ns.s = ns.s ~ ns.s %}"),
+    GROW.format("{% set ns.n = ns.n * ns.n %}"),
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{% for a in range(99999) %}{{ lipsum(900, false, 900, 1000) }}{% endfor %}",
+]
+RUNS_AWAY_FOR = "{% if 'bad' in messages[0].content %}{{ 'x' * 10**12 }}{% endif %}" + SIMPLE
+
+
+def children() -> set[str]:
+    """The processes that this one has started."""
+    return set(Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split())
+
+
+def described(result: object) -> object:
+    return (type(result), str(result)) if isinstance(result, Fp8ServeError) else result
+
+
+@pytest.mark.parametrize("source", HOSTILE)
+def test_hostile_templates_end(source: str) -> None:
+    """Without limits these take hours or all memory: pytest's limit on a test would end them."""
+    with pytest.raises((ModelError, RequestError), match=r"^The model's chat template .*\.$"):
+        LimitedTemplate(source, {}).render(CHAT)
+
+
+def test_texts_spans_and_errors_are_those_of_the_template_itself() -> None:
+    markers, skipped = Markers(frozenset({"</s>"}), frozenset({"<s>", "</s>"})), {"tools": None, "x": 1}
+    for source in FAMILIES.values():
+        plain, limited = ChatTemplate(unmarked(source), TOKENS), LimitedTemplate(unmarked(source), TOKENS)
+        batch = [Conversation(CHAT), Conversation(CHAT, (1,), skipped), Conversation(CHAT[:1]), Conversation(CHAT[1:])]
+        results = limited.assistant_spans(batch, markers)
+        expected = [outcome(assistant_spans, plain, conversation, markers) for conversation in batch]
+        assert list(map(described, results)) == list(map(described, expected))
+        assert limited.takes_tools == plain.takes_tools
+
+
+def test_only_json_reaches_a_template() -> None:
+    limited = LimitedTemplate(SIMPLE, {})
+    with pytest.raises(RequestError, match="holds a object, which is not a JSON value"):
+        limited.render([{"role": "user", "content": object()}])
+    with pytest.raises(RequestError, match="cannot be written as JSON"):
+        limited.render([{"role": "user", "content": 10**5000}])
+    assert limited.render(CHAT[2:3]) == "<user>and</s>\n"
+
+
+def test_the_conversation_that_exceeds_a_limit_is_named(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, template=RUNS_AWAY_FOR)
+    rows = [ChatExample(tuple(CHAT[2:]), f"d:{i}") for i in range(9)]
+    rows[5] = ChatExample(({"role": "user", "content": "bad"}, CHAT[3]), "d:5")
+    done = tokenize_all(rows, Tokenizer.from_dir(tmp_path))
+    assert len([next(done) for _ in range(5)]) == 5
+    with pytest.raises(
+        DataError, match=r"^d:5 cannot be tokenized: The model's chat template takes more memory than it"
+    ):
+        next(done)
+
+
+def test_a_template_that_ran_away_is_not_run_again() -> None:
+    limited = LimitedTemplate(RUNS_AWAY_FOR, {})
+    assert limited.render(CHAT[2:3]) == "<user>and</s>\n"
+    for messages in ([{"role": "user", "content": "bad"}], CHAT[2:3]):
+        with pytest.raises(ModelError, match="takes more memory than it may"):
+            limited.render(messages)
+
+
+def test_the_process_ends_with_its_owner() -> None:
+    before = children()
+    limited = LimitedTemplate(SIMPLE, {})
+    assert children() == before
+    limited.render(CHAT[2:3])
+    assert len(children() - before) == 1
+    del limited
+    gc.collect()
+    assert children() <= before
+
+
+def test_a_process_with_limits_starts_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tokenizer(tmp_path, template=SIMPLE)
+    monkeypatch.setattr(limited_process._serving, "is_set", lambda: True)
+    before, tokenizer = children(), Tokenizer.from_dir(tmp_path)
+    assert tokenizer.chat(CHAT[2:3]) == "<user>and</s>\n"
+    assert children() == before
+
+
+def test_threads_and_forks_get_their_own_answers() -> None:
+    limited, results = LimitedTemplate("{{ messages[0].content }}", {}), dict[int, list[str]]()
+
+    def work(number: int) -> None:
+        results[number] = [limited.render([{"role": "user", "content": f"{number}-{i}"}]) for i in range(50)]
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    forks = []
+    for number in range(10, 14):
+        if not (pid := os.fork()):
+            work(number)
+            os._exit(results[number] != [f"{number}-{i}" for i in range(50)])
+        forks.append(pid)
+    for thread in threads:
+        thread.join()
+    assert results == {number: [f"{number}-{i}" for i in range(50)] for number in range(4)}
+    assert [os.waitpid(pid, 0)[1] for pid in forks] == [0] * 4
