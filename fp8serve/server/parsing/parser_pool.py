@@ -193,5 +193,5 @@ def _gone(head: Head, status: int | None) -> Exception:
 
 
 def _too_much(head: Head, what: str) -> Fault:
-    code = Code.TEMPLATE_ERROR if head["op"] == "chat" else Code.INVALID_PARAMETER
+    code = Code.TEMPLATE_ERROR if head["op"] in ("chat", "count") else Code.INVALID_PARAMETER
     return Fault(code, f"Reading this request takes more {what} than this server allows.", hint="Send less at once.")
