@@ -7,7 +7,7 @@ import json
 import shlex
 import sys
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Protocol
@@ -120,10 +120,11 @@ def stages(what: str) -> Iterator[Callable[[str, int, int], None]]:
         yield lambda stage, done, total: advance(done, total, stage)
 
 
-def print_report(report: Any, table: Callable[[Any], Any], as_json: bool) -> None:
-    """The figures of a `report` as JSON or as a `table`; its notes are remarks."""
+def print_report(report: Any, table: Callable[[Any], Any], as_json: bool, printed: Collection[str] = ()) -> None:
+    """The figures of a `report` as JSON or as a `table`; its notes are remarks, without those `printed` before."""
     for note in report.notes:
-        remark(note)
+        if note not in printed:
+            remark(note)
     print(report.to_json()) if as_json else print_rich(table(report))
 
 

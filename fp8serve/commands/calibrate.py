@@ -60,8 +60,7 @@ def command(
     if task_of(directory) != "generate":
         return _encoder(directory, out, recipe, {**options.values, "command": typed(context)}, report_file, json)
     with torchrun() as ranks, stages("Calibrating") if ranks.first else nullcontext() as progress:
-        if ranks.first:
-            _warn(directory)
+        warnings = _warn(directory) if ranks.first else ()
         report = calibrate(
             directory,
             out=out,
@@ -73,7 +72,7 @@ def command(
         )
     if ranks.first:
         write_report(report_file, lambda: html_report(report))
-        print_report(report, summary_table, json)
+        print_report(report, summary_table, json, printed=warnings)
     return None
 
 
@@ -89,16 +88,18 @@ def _encoder(
     from fp8serve.calibration.embedding_report import embedding_table
     from fp8serve.calibration.page.encoder_pages import html_encoder_report
 
-    _warn(directory)
+    warnings = _warn(directory)
     with stages("Calibrating") as progress:
         report = calibrate_encoder(directory, out=out, recipe=recipe, progress=progress, **options)
     write_report(report_file, lambda: html_encoder_report(report))
-    print_report(report, embedding_table, json)
+    print_report(report, embedding_table, json, printed=warnings)
 
 
-def _warn(directory: Path) -> None:
-    """Before the work, what its owner may not know about the model."""
+def _warn(directory: Path) -> tuple[str, ...]:
+    """Prints, before the work, what its owner may not know about the model, and returns it."""
     from fp8serve.calibration.refused import quantized_note
 
-    for note in quantized_note(directory):
+    notes = quantized_note(directory)
+    for note in notes:
         remark(note)
+    return notes
