@@ -214,9 +214,10 @@ def _is_dynamic(inputs: Fields) -> bool:
 def _require_fp8(producer: str, what: str, args: Fields | None) -> None:
     if args is None:
         return
-    kind = tuple(args.anything(key, usual) for key, usual in (("num_bits", 8), ("type", "float"), ("symmetric", True)))
-    if kind != (8, "float", True):
-        raise _unsupported(producer, what, f"{kind[0]}-bit {kind[1]}{'' if kind[2] else ' asymmetric'}")
+    bits, kind, symmetric = args.whole("num_bits"), args.text("type"), args.boolean("symmetric")
+    if bits not in (None, 8) or kind not in (None, "float") or symmetric is False:
+        asymmetric = " asymmetric" if symmetric is False else ""
+        raise _unsupported(producer, what, f"{8 if bits is None else bits}-bit {kind or 'float'}{asymmetric}")
     block = args.anything("block_structure")
     rows, columns = BLOCKED_WEIGHT.block
     if block not in (None, [rows, columns], f"{rows}x{columns}"):
