@@ -221,6 +221,10 @@ def e5m2(draft: Draft) -> None:
     draft.tensors[f"{UP}.weight"] = draft.tensors[f"{UP}.weight"].float().to(torch.float8_e5m2)
 
 
+def fp8_norm(draft: Draft) -> None:
+    draft.tensors["model.norm.weight"] = draft.tensors["model.norm.weight"].float().to(torch.float8_e4m3fn)
+
+
 def as_int(draft: Draft) -> None:
     draft.tensors[f"{UP}.weight_scale"] = torch.tensor([1], dtype=torch.int32)
 
@@ -280,6 +284,7 @@ POISONS: dict[str, tuple[Callable[[], Draft], Poison, tuple[str, str]]] = {
     "no weight scales at all": (
         made.rows, lambda d: drop(*[k for k in d.tensors if k.endswith("weight_scale")])(d),
         ("missing", f"{UP}.weight")),
+    "a norm in FP8": (made.static, fp8_norm, ("missing", "model.norm.weight")),
     "no input scale": (made.static, drop(f"{UP}.input_scale"), ("missing", UP)),
     "no v scale": (made.static, drop(f"{CACHE}.v_scale"), ("missing", CACHE)),
     "a layer without cache scales": (
@@ -465,7 +470,7 @@ def test_of_a_format_that_is_not_read_one_line_says_so(
 def test_the_command_tells_good_from_bad(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = made.static().write(tmp_path / "good")
     assert main(["verify", str(good)]) == 0
-    assert "nothing is wrong with it" in capsys.readouterr().out
+    assert "no fault in its scales and FP8 weights" in capsys.readouterr().out
     draft = made.static()
     put(f"{UP}.input_scale", 0)(draft)
     bad = draft.write(tmp_path / "bad")

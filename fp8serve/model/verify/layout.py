@@ -10,7 +10,7 @@ from fp8serve.model.formats.scales import FILE_NAME, problems, read_scales
 from fp8serve.model.storage.files import present, read_json
 from fp8serve.model.storage.shards import INDEX, SINGLE
 from fp8serve.model.verify.finding import Finding, error, warning
-from fp8serve.model.verify.subject import AGAIN, KV, Subject
+from fp8serve.model.verify.subject import AGAIN, FP8, KV, Subject
 
 TOLERANCE = 0.01  # between a scale and its copy in scales.safetensors: another project may have rounded it to BF16
 _EMBEDDINGS = "embed_tokens.weight"
@@ -73,6 +73,14 @@ def missing_weight_scales(subject: Subject) -> Iterator[Finding]:
     for key, entry in subject.entries.items():
         if key.endswith(".weight_packed") and entry.dtype is torch.uint8 and key not in subject.mx:
             yield error("missing", key, "is packed and has no scales of 32 numbers each", AGAIN)
+
+
+def unscaled_vectors(subject: Subject) -> Iterator[Finding]:
+    """Norms and biases in FP8, for which no format has a scale."""
+    scales = {key for keys in subject.scales.values() for key in keys}
+    for key, entry in subject.entries.items():
+        if entry.dtype in FP8 and len(entry.shape) < 2 and key not in scales and key.endswith((".weight", ".bias")):
+            yield error("missing", key, "is FP8, and no format has a scale for it", "store it in BF16 or FP32")
 
 
 def orphaned_scales(subject: Subject) -> Iterator[Finding]:

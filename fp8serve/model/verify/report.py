@@ -18,6 +18,7 @@ CHECKS: tuple[Check, ...] = (
     layout.unknown_scales,
     layout.repeated_scales,
     layout.missing_weight_scales,
+    layout.unscaled_vectors,
     layout.orphaned_scales,
     layout.lone_cache_scales,
     layout.tied_weights,
