@@ -123,7 +123,7 @@ def test_unusable_files(name: str, content: bytes, message: str, tmp_path: Path)
 def test_missing_file_and_directory(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         list(read_examples([tmp_path / "none.txt"]))
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="is not a regular file"):
         list(read_examples([tmp_path]))
 
 
