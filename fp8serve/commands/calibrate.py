@@ -13,7 +13,7 @@ Examples:
   torchrun --standalone --nproc-per-node 2 -m fp8serve calibrate ./llama --out ./llama-fp8 --rounding gptq
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -50,6 +50,7 @@ def command(
 ) -> None:
     from fp8serve.calibration.page.pages import html_report
     from fp8serve.calibration.pipeline import calibrate
+    from fp8serve.calibration.refused import quantized_note
     from fp8serve.calibration.report import summary_table
     from fp8serve.engine.task import task_of
     from fp8serve.hub import find_model
@@ -59,8 +60,10 @@ def command(
     directory, recipe = find_model(model), scaling().recipe
     if task_of(directory) != "generate":
         return _encoder(directory, out, recipe, {**options.values, "command": typed(context)}, report_file, json)
+    notes = quantized_note(directory)  # on every rank: torchrun ends one that is late before it can tell an error
     with torchrun() as ranks, stages("Calibrating") if ranks.first else nullcontext() as progress:
-        warnings = _warn(directory) if ranks.first else ()
+        if ranks.first:
+            _print(notes)
         report = calibrate(
             directory,
             out=out,
@@ -72,7 +75,7 @@ def command(
         )
     if ranks.first:
         write_report(report_file, lambda: html_report(report))
-        print_report(report, summary_table, json, printed=warnings)
+        print_report(report, summary_table, json, printed=notes)
     return None
 
 
@@ -87,19 +90,17 @@ def _encoder(
     from fp8serve.calibration.embedding import calibrate_encoder
     from fp8serve.calibration.embedding_report import embedding_table
     from fp8serve.calibration.page.encoder_pages import html_encoder_report
-
-    warnings = _warn(directory)
-    with stages("Calibrating") as progress:
-        report = calibrate_encoder(directory, out=out, recipe=recipe, progress=progress, **options)
-    write_report(report_file, lambda: html_encoder_report(report))
-    print_report(report, embedding_table, json, printed=warnings)
-
-
-def _warn(directory: Path) -> tuple[str, ...]:
-    """Prints, before the work, what its owner may not know about the model, and returns it."""
     from fp8serve.calibration.refused import quantized_note
 
     notes = quantized_note(directory)
+    _print(notes)
+    with stages("Calibrating") as progress:
+        report = calibrate_encoder(directory, out=out, recipe=recipe, progress=progress, **options)
+    write_report(report_file, lambda: html_encoder_report(report))
+    print_report(report, embedding_table, json, printed=notes)
+
+
+def _print(notes: Sequence[str]) -> None:
+    """Before the work: what the owner of the model may not know about it."""
     for note in notes:
         remark(note)
-    return notes

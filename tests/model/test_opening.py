@@ -220,6 +220,7 @@ OTHERS = {
     "../calibrate/made.py": "/proc",
     "doctor.py": "/proc",
     "running.py": "the log of a server that it started",
+    "server/finetuning/database.py": "the job table, which the server makes",
     "server/finetuning/job_directory.py": "the rows of a request, and uploads, which the server wrote itself",
     "server/finetuning/training_process.py": "what a job's process wrote",
     "model/export.py": "writes",

@@ -9,6 +9,7 @@ ignores SIGTERM, "fail" gives up with a sentence, "die" is killed at step 3 for 
 import fcntl
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -67,6 +68,9 @@ def work(directory: Path, mood: str, stopped: list[int]) -> int:
     base = Path(json.loads((directory / "job.json").read_text())["model"])
     config = json.loads((base / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"transformers_version": directory.name}))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (base / name).exists():
+            shutil.copy(base / name, model)
     (directory / "result.json").write_text("{}")
     return 0
 

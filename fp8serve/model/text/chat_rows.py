@@ -22,6 +22,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 FOREIGN_FLAGS = ("train", "training", "trainable")
 """Keys by which other programs say whether a message is learnt."""
 MAX_BITS = 14_000  # of a whole number; Python writes none of more than 4300 digits
+MAX_DEPTH = 200  # of lists and objects in each other; a limit of Python's own would depend on who else runs
 REASONING = ("reasoning", "reasoning_content", "thinking")
 _READ = ("role", "content", "tool_calls", "tool_call_id", "name", "weight", *REASONING)
 _ID = re.compile(r"[\w.:-]{1,256}", re.ASCII)
@@ -137,27 +138,23 @@ def _check_arguments(arguments: Any, what: str) -> None:
         raise DataError(f"{what} hold {foreign}, which is no JSON value.")
 
 
-def foreign_value(value: Any) -> str | None:
-    """A value in `value` that JSON cannot hold, in words; None if there is none."""
-    try:
-        return _foreign_value(value)
-    except RecursionError:
-        return "values that are nested too deeply"
-
-
-def _foreign_value(value: Any) -> str | None:
+def foreign_value(value: Any, depth: int = 0) -> str | None:
+    """A value in `value` that JSON cannot hold, in words; None if there is none. depth: of `value` in a larger one."""
     if value is None or isinstance(value, str):
         return None
     if isinstance(value, int):
         return None if value.bit_length() <= MAX_BITS else f"a number of {value.bit_length()} bits"
     if isinstance(value, float):
         return None if math.isfinite(value) else shown(value)
+    if not isinstance(value, dict | list | tuple):
+        return f"{shown(value)} ({type(value).__name__})"
+    if depth == MAX_DEPTH:
+        return "values that are nested too deeply"
     if isinstance(value, dict):
-        names = next((shown(key) for key in value if not isinstance(key, str)), None)
-        return names or _foreign_value(list(value.values()))
-    if isinstance(value, list | tuple):
-        return next((found for found in map(_foreign_value, value) if found is not None), None)
-    return f"{shown(value)} ({type(value).__name__})"
+        if (name := next((key for key in value if not isinstance(key, str)), None)) is not None:
+            return shown(name)
+        value = value.values()
+    return next((found for item in value if (found := foreign_value(item, depth + 1)) is not None), None)
 
 
 def _without_foreign_values(message: Mapping[str, Any]) -> Mapping[str, Any]:
