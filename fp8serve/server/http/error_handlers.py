@@ -93,7 +93,9 @@ def _route_hint(request: Request, route: str | None) -> str:
         return "GET /docs lists them."
     if is_anthropic(route) and "/v1/v1/" in request.scope["path"]:
         return f"The route is {route}, and Anthropic's client adds /v1 itself: leave it out of the base URL."
-    return f"The route is {route}{', and the base URL of its clients ends in /v1' * route.startswith('/v1/')}."
+    if route.startswith("/v1/"):
+        return f"The route is {route}, and the base URL of its clients ends in /v1."
+    return f"The route is {route}."
 
 
 def _methods(request: Request) -> set[str]:

@@ -154,6 +154,7 @@ def test_compiled_layers_announce_their_backward_pass() -> None:
     assert {name: entry[3] for name, entry in other.items()} == {"input": 3, "weight": 3, "grad_output": 2}
 
 
+@pytest.mark.filterwarnings("ignore:.*evaluated under delayed scaling with scale 1:UserWarning")
 @pytest.mark.parametrize(
     ("frozen", "graph", "override", "expected"),
     [

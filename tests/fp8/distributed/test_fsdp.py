@@ -286,6 +286,7 @@ def step_and_evaluate(model: nn.Module, group: Any) -> list[float]:
     return [before, loss.item()]
 
 
+@pytest.mark.filterwarnings("ignore:.*evaluated under delayed scaling with scale 1:UserWarning")
 def test_evaluating_between_steps_changes_nothing() -> None:
     model = network()
     wanted = [step_and_evaluate(model, None) for _ in range(3)]
