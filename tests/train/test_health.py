@@ -63,6 +63,7 @@ def test_a_run_that_diverges_says_what_happens(configure: Configure) -> None:
     assert all(e["level"] == "warn" for e in found.values())
 
 
+@pytest.mark.filterwarnings("ignore:.*evaluated under delayed scaling with scale 1:UserWarning")
 def test_gradients_at_scale_1_underflow(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is why a run observes its first microbatch before it begins."""
     monkeypatch.setattr("fp8serve.train.beginning.warm_scales", lambda course: None)
