@@ -258,7 +258,7 @@ def test_other_columns_are_another_job(grpo: Configure, tmp_path: Path) -> None:
         ("def reward(p, c, r): return float('nan')", "gave nan for an answer to {data}:1; a reward is a finite number"),
         ("def reward(p, c, r): raise SystemExit(0)", "failed on an answer to {data}:1: SystemExit: 0"),
         ("import os\ndef reward(p, c, r): os._exit(0)", "ended on an answer to {data}:1 (exit status 0)"),
-        ("import os\ndef reward(p, c, r): os.kill(os.getpid(), 9)", "ended on an answer to {data}:1 (killed by SIGKILL)"),
+        ("import os\ndef reward(p, c, r): os.kill(os.getpid(), 9)", "on an answer to {data}:1 (killed by SIGKILL)"),
     ],
 )
 def test_a_reward_that_fails_is_one_sentence(grpo: Configure, tmp_path: Path, code: str, said: str) -> None:
