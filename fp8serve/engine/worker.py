@@ -150,9 +150,12 @@ class Worker:
         short = [output.to_json() for output in outputs if output.prompt_logprobs is None]
         if short:
             self._connection.send("outputs", outputs=short)
+        if len(short) == len(outputs):
+            return
         for output in outputs:
-            for piece in _pieces(output) if output.prompt_logprobs is not None else ():
-                self._connection.send("outputs", outputs=[piece.to_json()])
+            if output.prompt_logprobs is not None:
+                for piece in _pieces(output):
+                    self._connection.send("outputs", outputs=[piece.to_json()])
 
     def _send_values(self, number: int, values: list[str | list[float]]) -> None:
         """Replies with the values of an encoder's call: vectors as base64, or lists of scores."""
