@@ -7,6 +7,7 @@ import io
 import json
 import operator
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -506,8 +507,7 @@ async def test_the_activated_weights_are_served_after_a_restart_while_they_load(
     async with start() as server:
         assert (await server.client.get("/models")).json()["served"]["source"] == job
         model = server.state.runner.result_dir(server.state.jobs.get(job))
-    (model / "config.json").unlink()
-    model.rmdir()
+    shutil.rmtree(model)
     async with start() as server:
         assert (await server.client.get("/models")).json()["served"]["source"] == "base"
 

@@ -123,7 +123,7 @@ async def test_a_packed_file_beside_rows_is_not_read_in_the_front(
 ) -> None:
     async with start() as server:
         file = await upload(server, "held-out.jsonl.gz", gzip.compress(json.dumps(ROWS[0]).encode()))
-        monkeypatch.setattr(data_checks, "look_at_data", Mock(side_effect=AssertionError("read in the front")))
+        monkeypatch.setattr(data_checks, "read_files", Mock(side_effect=AssertionError("read in the front")))
         body = {"data": ROWS, "validation_file_id": file["id"]}
         report = (await server.client.post("/finetune/validate", json=body)).json()
         assert report["ok"], report
