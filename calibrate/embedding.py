@@ -16,7 +16,8 @@ import torch
 import fp8serve
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.autocast import autocast
-from fp8serve.fp8.linear import Linear, convert
+from fp8serve.fp8.conversion import convert
+from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
 from fp8serve.model.checkpoint import ScalingCheckpoint, TensorScale, fingerprint, write_calibrated
 from fp8serve.model.config.either import AnyConfig

@@ -18,8 +18,8 @@ from torch.nn.functional import log_softmax
 
 from fp8serve.errors import DataError, ModelError
 from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.monitor import tally
 from fp8serve.fp8.ops.arithmetic import expand
-from fp8serve.fp8.tally import tally
 from fp8serve.model.building import Model
 
 from .data import IGNORED
@@ -84,7 +84,7 @@ def add_logits(
 
 @dataclass
 class LayerTally:
-    """Signal and noise power of one linear's output, how much of its input FP8 could not hold (fp8/tally.py), and where
+    """Signal and noise power of one linear's output, how much of its input FP8 could not hold (`tally`), and where
     the values of input and weight land (grid.py)."""
 
     signal: float = 0.0

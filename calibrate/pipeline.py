@@ -28,7 +28,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from fp8serve.fp8.linear import Linear, convert
+from fp8serve.fp8.conversion import convert
+from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.recipe import DelayedScaling, Recipe
 from fp8serve.model.building import Model
 from fp8serve.model.checkpoint import load_servable, open_checkpoint

@@ -20,7 +20,7 @@ _HOMES = {
     "backends": "fp8serve.fp8.ops",
     "autocast": "fp8serve.fp8.autocast",
     "Linear": "fp8serve.fp8.linear",
-    "convert": "fp8serve.fp8.linear",
+    "convert": "fp8serve.fp8.conversion",
     "scaling_state": "fp8serve.fp8.stateful",
     "Session": "fp8serve.fp8.session",
     "NormLinear": "fp8serve.fp8.fused",

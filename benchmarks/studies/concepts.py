@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fp8serve.bench.plot import Panel, Points, svg
 from fp8serve.fp8.autocast import autocast
-from fp8serve.fp8.linear import convert
+from fp8serve.fp8.conversion import convert
 from fp8serve.fp8.ops import dequantize
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.fp8.stateful import scaling_state

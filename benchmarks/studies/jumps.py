@@ -29,8 +29,8 @@ from fp8serve.commands.bench import Out, measured, publish, show
 from fp8serve.commands.from_options import Chosen, with_options
 from fp8serve.errors import JobError
 from fp8serve.fp8.linear import NAMES, Linear
+from fp8serve.fp8.monitor import tally
 from fp8serve.fp8.ops.arithmetic import expand
-from fp8serve.fp8.tally import tally
 from fp8serve.options import About, check
 from fp8serve.terminal import AsJson, print_table
 from fp8serve.train.batch import PackedBatch

@@ -19,7 +19,7 @@ from torch import Tensor
 from fp8serve.bench.speculation import PASSAGE
 from fp8serve.commands.bench import Out, measured, publish, show
 from fp8serve.errors import ScalesError
-from fp8serve.fp8.linear import convert
+from fp8serve.fp8.conversion import convert
 from fp8serve.fp8.recipe import from_name, trains
 from fp8serve.fp8.served_attention import KvScale
 from fp8serve.model.checkpoint import kv_scales, load_trainable

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import torch
 
 from fp8serve.bench.options import Shape
-from fp8serve.fp8.linear import convert
+from fp8serve.fp8.conversion import convert
 from fp8serve.model.config.decoder import parse_config
 from fp8serve.model.network.decoder import Decoder
 from fp8serve.train.batch import PackedBatch

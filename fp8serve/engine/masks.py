@@ -4,7 +4,7 @@ A mask depends only on what was generated before the step, so its computation st
 the logits are ready. One thread makes it beside the forward pass, row by row. On a CPU that thread takes time from the
 model; the library's own pool of threads would take more of it for the same masks.
 
-A mask is the library's bit for each token, which an op reads as it is (fp8/ops/allowed.py).
+A mask is the library's bit for each token, which an op reads as it is (fp8/ops/sampling.py).
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor

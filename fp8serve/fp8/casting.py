@@ -2,25 +2,69 @@
 
 A matrix x [M, K] is read in two ways: by rows, contracting K, and by columns, contracting M (as x^T [K, M]). A scale
 per tensor, and the 128x128 blocks of a weight, suit both: the matrix is cast once, and the columns are its transpose,
-copied where the device's GEMM needs it (devices.py). A scale per row or per 1x128 block holds along one dimension only:
-there the columns are cast from x^T on their own.
+copied where the device's GEMM needs it. A scale per row or per 1x128 block holds along one dimension only: there the
+columns are cast from x^T on their own.
+
+Ada and Hopper multiply FP8 only with the contracted dimension contiguous in both operands ("tn"), and our CPU kernels
+are written for that layout, too: the backward pass needs transposed data, made when the tensor is cast. Blackwell
+reads any layout: a transposed view of the same data is enough, and no copy is made. The layout is a property of the
+device; `operand_layout` overrides it, so that both paths can be tested on any machine.
 
 A cast saturates infinities, and yet a loss scaler or a finite-norm check must see those of a gradient. So the scale_inv
 of a gradient that holds one is NaN (`infinity_is_nan`); NaN stays NaN without that.
 """
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8serve.fp8.devices import layout_of
 from fp8serve.fp8.ops import DTYPES, arithmetic
 from fp8serve.fp8.ops.arithmetic import BLOCK, FP8_MAX, scale_from_amax
 from fp8serve.fp8.spec import Granularity, QuantSpec, ScaleFormat
+from fp8serve.fp8.torch_private import constant_in_graphs
+
+Layout = Literal["tn", "any"]
+
+
+class _Forced(threading.local):
+    layout: Layout | None = None
+
+
+_FORCED = _Forced()
+
+
+@cache
+def _is_blackwell(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (10, 0)
+
+
+@constant_in_graphs
+def _native(device: torch.device) -> Layout:
+    return "any" if device.type == "cuda" and _is_blackwell(device) else "tn"
+
+
+def layout_of(device: torch.device) -> Layout:
+    """ "tn": both operands need the contracted dimension contiguous; "any": they may be transposed views."""
+    return _FORCED.layout or _native(device)
+
+
+@contextmanager
+def operand_layout(layout: Layout) -> Iterator[None]:
+    """Treat every device, in this thread, as one whose GEMM reads this layout ("tn" or "any")."""
+    if layout not in get_args(Layout):
+        raise ValueError(f'The layout must be "tn" or "any", found {layout!r}.')
+    before, _FORCED.layout = _FORCED.layout, layout
+    try:
+        yield
+    finally:
+        _FORCED.layout = before
+
 
 Cast = Callable[..., tuple[Tensor, Tensor]]
 _CURRENT: Cast = torch.ops.fp8serve.quantize_current.default

@@ -1,11 +1,11 @@
-"""Linear: Y = X W^T with its three GEMMs in FP8, and `convert`, which turns any module's nn.Linear into it.
+"""Linear: Y = X W^T with its three GEMMs in FP8.
 
     forward   Y  [M, N] = X  [M, K] W^T     X and W in the forward format (E4M3)
     dgrad     dX [M, K] = dY [M, N] W       dY in the backward format (E5M2 with HYBRID)
     wgrad     dW [N, K] = dY^T X
 
 Every GEMM needs both operands quantized along the dimension that it contracts. Under per-tensor scaling one cast serves
-all of them, transposed for the backward pass as the device needs it (devices.py). Under row-wise and block scaling an
+all of them, transposed for the backward pass as the device needs it (casting.py). Under row-wise and block scaling an
 activation is quantized twice in the forward pass, along K for the forward GEMM and, transposed, along M for wgrad.
 Either way a layer keeps one byte per element of X, never X itself (unless wgrad stays in high precision). 128x128
 blocks of a weight serve both directions; a row-wise weight is quantized twice.
@@ -15,8 +15,7 @@ A weight is quantized in every forward pass, unless the caller announces that it
 """
 
 import math
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -26,8 +25,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.utils.parametrize import is_parametrized
 
-from fp8serve.fp8 import fast_paths
-from fp8serve.fp8.announce import announcements, is_plain, skipped
 from fp8serve.fp8.autocast import Frame, current
 from fp8serve.fp8.casting import (
     Operand,
@@ -46,7 +43,6 @@ from fp8serve.fp8.recipe import Precisions, Recipe, delayed
 from fp8serve.fp8.recompute import planned, refuse_reentrant
 from fp8serve.fp8.recording import expect_backward, prepare, record, recorded
 from fp8serve.fp8.scaling import Direction, ScalingState
-from fp8serve.fp8.selfcheck import prepare_device
 from fp8serve.fp8.spec import QuantSpec
 from fp8serve.fp8.stateful import Stateful
 
@@ -366,30 +362,3 @@ class Linear(Stateful, nn.Linear):
             if fused is not None and quantized_only:
                 return x, plan.call.cast_fused(fused, values, plan.input_columnwise)
             return x, plan.call.cast("input", x, plan.input_rowwise, plan.input_columnwise)
-
-
-def _plain_linears(module: nn.Module, skip: tuple[str, ...]) -> Iterator[nn.Linear]:
-    for name, child in module.named_modules():
-        if is_plain(child) and not skipped(name, skip):
-            yield cast(nn.Linear, child)
-
-
-def convert(module: nn.Module, skip: tuple[str, ...] = ("lm_head",)) -> nn.Module:
-    """Turn every nn.Linear inside `module` into a `Linear`, in place: parameters, hooks and names stay; returns module.
-
-    `skip` holds last name components ("lm_head"), full names, or patterns ("model.layers.0.*"). Subclasses of nn.Linear
-    are left alone, because they promise something of their own. Warns when nothing was converted, when an entry of
-    `skip` (but the usual "lm_head") fits no layer, and of what stays in high precision: nn.MultiheadAttention,
-    nn.LazyLinear, and other weights if they are more than 5 % of all (`announce.weights_left` lists them).
-    The kernels of a GPU that the module lies on, or is moved to later, are checked at their first use (selfcheck).
-    """
-    patterns = (skip,) if isinstance(skip, str) else tuple(skip)
-    found = list(_plain_linears(module, patterns))
-    for said in announcements(module, patterns, len(found)):
-        warnings.warn(said, stacklevel=2)
-    for linear in found:
-        Linear.adopt(linear)
-    for device in {p.device for linear in found for p in linear.parameters() if p.device.type == "cuda"}:
-        prepare_device(device)
-    fast_paths.leave(module, found)
-    return module

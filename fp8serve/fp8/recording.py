@@ -1,7 +1,7 @@
 """How layers report to the running step: that they run, what they staged, and that a backward pass will stage more.
 
 Inside torch.compile each report becomes a node of the graph. The node carries the numbers of the module and the rule
-(handles.py) and does the same when the graph runs.
+(session.py) and does the same when the graph runs.
 """
 
 import torch

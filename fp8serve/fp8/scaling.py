@@ -99,7 +99,7 @@ class Place(NamedTuple):
 class Scaled(Protocol):
     """A module that owns delayed states, by tensor name, such as "input", "weight" and "grad_output" of a Linear."""
 
-    key: int  # stands for the module in graphs (handles.py)
+    key: int  # stands for the module in graphs (session.py)
     session: Any  # the Session that it is in (session.py)
     place: Place
     tensors: ClassVar[dict[Direction, tuple[str, ...]]]  # which are staged in which pass

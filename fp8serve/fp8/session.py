@@ -20,17 +20,49 @@ is left may still let go of a tensor when the interpreter shuts down, and then t
 import threading
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import count
+from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import ReferenceType, WeakKeyDictionary, WeakValueDictionary
 
 from torch import nn
 
 from fp8serve.errors import RecipeError
-from fp8serve.fp8.attendance import Attendance
-from fp8serve.fp8.distributed import several
-from fp8serve.fp8.handles import Handles
+from fp8serve.fp8.distributed import Attendance, several
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.fp8.scaling import Line, Place, Scaled
+
+T = TypeVar("T")
+
+
+class Handles(Generic[T]):
+    """Numbers that stand for modules and rules: a compiled graph can carry an integer until it runs, but no object.
+
+    The two tables are all that is global to the process. They hold their entries weakly, so a number keeps nothing
+    alive, and no number is used twice. Safe to use from several threads.
+    """
+
+    def __init__(self) -> None:
+        self._objects: WeakValueDictionary[int, T] = WeakValueDictionary()
+        self._numbers = count()
+        self._lock = threading.RLock()
+
+    def add(self, thing: T) -> int:
+        """A new number for an object."""
+        with self._lock:
+            number = next(self._numbers)
+            self._objects[number] = thing
+        return number
+
+    def get(self, number: int) -> T | None:
+        """The object of a number, None once it is gone."""
+        return self._objects.get(number)
+
+    def __getitem__(self, number: int) -> T:
+        return self._objects[number]
+
+    def __len__(self) -> int:
+        return len(self._objects)
+
 
 REMEMBERED = 1024  # rules of a session that are not in use at the moment
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fp8serve import __version__
 from fp8serve.errors import JobError
-from fp8serve.fp8.linear import convert
+from fp8serve.fp8.conversion import convert
 from fp8serve.fp8.ops import backends
 from fp8serve.fp8.recipe import Recipe
 from fp8serve.fp8.selfcheck import prepare_device

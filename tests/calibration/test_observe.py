@@ -10,7 +10,8 @@ from fp8serve.calibration.data import Batch, Sample, make_batches
 from fp8serve.calibration.observe import Observer, check, observe, scale_of, settle
 from fp8serve.calibration.passes import attention_names, backward, forward, tracked
 from fp8serve.errors import ScalesError
-from fp8serve.fp8.linear import Linear, convert
+from fp8serve.fp8.conversion import convert
+from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.network.decoder import Decoder

@@ -14,7 +14,8 @@ from fp8serve.calibration.pipeline import calibrate
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.loading import CACHE
 from fp8serve.errors import RecipeError
-from fp8serve.fp8.linear import Linear, convert
+from fp8serve.fp8.conversion import convert
+from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.model.checkpoint import (
     load_scales,

@@ -25,8 +25,8 @@ from fp8serve.fp8 import frozen as frozen_layers
 from fp8serve.fp8 import linear as linear_layers
 from fp8serve.fp8.attention import causal_attention
 from fp8serve.fp8.autocast import autocast
+from fp8serve.fp8.conversion import convert
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.linear import convert
 from fp8serve.fp8.ops import reference
 from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.model.config.decoder import parse_config

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Linear, autocast
-from fp8serve.fp8 import casting, devices, linear
-from fp8serve.fp8.devices import Layout, layout_of, operand_layout
+from fp8serve.fp8 import casting, linear
+from fp8serve.fp8.casting import Layout, layout_of, operand_layout
 from fp8serve.fp8.ops import Case, cases, reference
 from fp8serve.fp8.recipe import Recipe
 
@@ -112,9 +112,9 @@ def test_the_layout_is_a_property_of_the_device() -> None:
     ("capability", "layout"), [((8, 9), "tn"), ((9, 0), "tn"), ((10, 0), "any"), ((10, 3), "any"), ((12, 0), "any")]
 )
 def test_gpu_generations(capability: tuple[int, int], layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    devices._is_blackwell.cache_clear()
+    casting._is_blackwell.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     try:
         assert layout_of(torch.device("cuda")) == layout
     finally:
-        devices._is_blackwell.cache_clear()
+        casting._is_blackwell.cache_clear()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from fp8serve import DelayedScaling, Float8CurrentScaling, Linear, autocast, scaling_state
-from fp8serve.fp8 import loops
+from fp8serve.fp8 import steps
 from fp8serve.fp8.recipe import Recipe
 
 SHORT = DelayedScaling(amax_history_len=4)
@@ -135,4 +135,4 @@ def test_another_thread_and_a_later_loop_are_none_of_its_business() -> None:
 
     with pytest.raises(RuntimeError, match="boom"):
         failing()
-    assert loops._LOCAL.watch is None  # whatever ended a context, nothing is watched after it
+    assert steps._LOCAL.watch is None  # whatever ended a context, nothing is watched after it

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from fp8serve.fp8 import ops, selfcheck, stateful
-from fp8serve.fp8.linear import Linear, convert
+from fp8serve.fp8.conversion import convert
+from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.ops import reference, registry
 from fp8serve.fp8.selfcheck import Finding, Machine, Verdict, VerdictError, checking, verdict
 from fp8serve.fp8.selfcheck.agreement import difference

@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from fp8serve.fp8.autocast import autocast
+from fp8serve.fp8.conversion import convert
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.linear import Linear, convert
+from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.model.checkpoint import load_scales, load_servable, load_trainable
 from fp8serve.model.network.experts import Experts, mixtures

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8.autocast import autocast
-from fp8serve.fp8.linear import convert
+from fp8serve.fp8.conversion import convert
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, from_name
 from fp8serve.model.checkpoint import load_trainable
 from fp8serve.model.network.decoder import Decoder

@@ -11,7 +11,7 @@ import torch
 import fp8serve
 from fp8serve.engine.engine import Engine
 from fp8serve.errors import RecipeError, RequestError, ScalesError
-from fp8serve.fp8.linear import convert
+from fp8serve.fp8.conversion import convert
 from fp8serve.fp8.own_linear import own_products
 from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.fp8.served_attention import KvScale

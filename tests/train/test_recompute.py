@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import JobError
-from fp8serve.fp8.linear import convert
+from fp8serve.fp8.conversion import convert
 from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.model.checkpoint import load_trainable
 from fp8serve.train.batch import collate

@@ -10,8 +10,8 @@ Importing this package registers all of them with torch, as `torch.ops.fp8serve`
 # ruff: isort: off
 # Families in the order in which backends() lists their ops; then the libraries, whose kernels are for defined ops.
 from fp8serve.fp8.ops import casts, gemm, packing, joined, grouped, mixture, delayed  # noqa: F401
-from fp8serve.fp8.ops import norm, activation, strips, grouped_mlp, lookup, attention, attention_backward, rotary  # noqa: F401
-from fp8serve.fp8.ops import allowed, sampling, saturation, wgrad  # noqa: F401
+from fp8serve.fp8.ops import norm, activation, strips, grouped_mlp, attention, rotary  # noqa: F401
+from fp8serve.fp8.ops import sampling, saturation  # noqa: F401
 from fp8serve.fp8.ops.libraries import (
     LEVELS,
     LIBRARIES,

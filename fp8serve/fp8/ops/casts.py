@@ -20,8 +20,7 @@ from fp8serve.fp8.ops.arithmetic import (
     saturate,
     scale_from_amax,
 )
-from fp8serve.fp8.ops.fakes import fake_cast
-from fp8serve.fp8.ops.inputs import hostile, quantized, tiles
+from fp8serve.fp8.ops.inputs import fake_cast, hostile, quantized, tiles
 from fp8serve.fp8.ops.registry import Case, define
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import FLT_MAX, inverse_of
 from fp8serve.fp8.ops.casts import given_scale_cases
-from fp8serve.fp8.ops.fakes import fake_nothing
+from fp8serve.fp8.ops.inputs import fake_nothing
 from fp8serve.fp8.ops.registry import Case, declare, define, reference
 from fp8serve.fp8.torch_private import copy_each
 

@@ -1,4 +1,4 @@
-"""Inputs that the cases of several ops are made of.
+"""What several ops share: fake kernels, which give torch.compile the shapes of results, and the inputs of cases.
 
 A cast gets a different magnitude in every tile, so that a wrong scale shows, and hostile values: zeros, subnormals,
 limits, infinities, NaN, ragged edges, empty and non-contiguous tensors.
@@ -14,6 +14,26 @@ from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import FLT_MAX, saturate
 from fp8serve.fp8.ops.registry import Case
+
+
+def dense_like(x: Tensor) -> Tensor:
+    """A contiguous tensor of x's shape and dtype."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def fake_like_first(x: Tensor, *rest: Any) -> Tensor:
+    """For an op whose result is like its first argument."""
+    return dense_like(x)
+
+
+def fake_cast(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """For an op (x, ..., dtype) -> (quantized data of x's shape, a number)."""
+    return torch.empty(x.shape, dtype=rest[-1], device=x.device), x.new_empty((), dtype=torch.float32)
+
+
+def fake_nothing(*args: Any) -> None:
+    """For an op that returns nothing and writes into its arguments."""
+    return
 
 
 def tiles(rows: int, cols: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

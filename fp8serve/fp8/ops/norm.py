@@ -15,8 +15,7 @@ from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import FP8_MAX
 from fp8serve.fp8.ops.casts import quantize
-from fp8serve.fp8.ops.fakes import dense_like, fake_cast, fake_like_first
-from fp8serve.fp8.ops.inputs import gradient_cases, normal, row_cases, tiles
+from fp8serve.fp8.ops.inputs import dense_like, fake_cast, fake_like_first, gradient_cases, normal, row_cases, tiles
 from fp8serve.fp8.ops.registry import Case, define
 
 

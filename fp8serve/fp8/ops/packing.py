@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import BLOCK as SCALE_BLOCK
-from fp8serve.fp8.ops.fakes import fake_nothing
 from fp8serve.fp8.ops.gemm import mm, scaled_mm
-from fp8serve.fp8.ops.inputs import normal, quantized
+from fp8serve.fp8.ops.inputs import fake_nothing, normal, quantized
 from fp8serve.fp8.ops.registry import Case, define
 
 GROUP, RUN, BLOCK = 16, 8, 1024

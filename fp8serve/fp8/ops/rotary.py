@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8.ops.attention import write_kv
-from fp8serve.fp8.ops.fakes import fake_like_first
-from fp8serve.fp8.ops.inputs import normal, row_cases
+from fp8serve.fp8.ops.inputs import fake_like_first, normal, row_cases
 from fp8serve.fp8.ops.registry import define
 
 

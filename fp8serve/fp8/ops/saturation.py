@@ -9,9 +9,8 @@ from torch import Tensor
 
 from fp8serve.fp8.ops.activation import silu_mul
 from fp8serve.fp8.ops.arithmetic import CUT_OFF
-from fp8serve.fp8.ops.fakes import dense_like
 from fp8serve.fp8.ops.gemm import mm_case
-from fp8serve.fp8.ops.inputs import normal
+from fp8serve.fp8.ops.inputs import dense_like, normal
 from fp8serve.fp8.ops.norm import rms_norm
 from fp8serve.fp8.ops.registry import Case, define, reference
 

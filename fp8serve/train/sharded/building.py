@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from fp8serve.fp8.conversion import convert
 from fp8serve.fp8.distributed import default_group
 from fp8serve.fp8.fsdp import Peers, gather_in_fp8
-from fp8serve.fp8.linear import convert
 from fp8serve.fp8.recipe import why_not_gathered
 from fp8serve.fp8.torch_private import settle_shards
 from fp8serve.model.checkpoint import Checkpoint, fill, outline

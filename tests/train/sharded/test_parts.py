@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8serve.fp8.linear import convert
+from fp8serve.fp8.conversion import convert
 from fp8serve.fp8.recipe import why_not_gathered
 from fp8serve.model.checkpoint import load_trainable
 from fp8serve.model.config.decoder import read_config

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrize import remove_parametrizations
 
 from fp8serve import DelayedScaling, Float8CurrentScaling, Linear, autocast, convert
-from fp8serve.fp8.announce import weights_left
+from fp8serve.fp8.conversion import weights_left
 
 transformers = pytest.importorskip("transformers")
 
