@@ -77,7 +77,9 @@ def kernel_checks(progress: Callable[[str], None] | None) -> tuple[list[dict[str
         machine = selfcheck.machine_of(device)
         if machine is None:
             continue
-        verdict = selfcheck.kept(machine) if progress is None else selfcheck.examine(device, machine, progress)
+        verdict = (
+            selfcheck.stored_verdict(machine) if progress is None else selfcheck.examine(device, machine, progress)
+        )
         if verdict is not None and verdict.bad:
             selfcheck.switch_off(device, verdict.bad)
             wrong.append(selfcheck.sentence(verdict))

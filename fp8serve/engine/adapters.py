@@ -20,9 +20,9 @@ from fp8serve.engine.invariant import RowIndependent
 from fp8serve.engine.scheduler import Work
 from fp8serve.engine.transfer import to_device
 from fp8serve.errors import MachineError, ModelError, RequestError, shown
-from fp8serve.fp8.beside import NONE, Assignment, Beside, Part, attach, factor_of
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.own_linear import OwnLinear
+from fp8serve.fp8.served_adapters import NONE, Assignment, Part, ServedAdapters, attach, factor_of
 from fp8serve.model.building import Model
 from fp8serve.model.network.memory import free_memory
 
@@ -151,7 +151,7 @@ class Adapters:
             module = self.model.get_submodule(linear)
             parts = {number: held.parts[linear] for number, held in self._held.items() if linear in held.parts}
             bias = cast(Tensor | None, _innermost(module).bias)
-            beside = Beside(self.assignment, parts, bias, is_pruned=linear in pruned) if parts else None
+            beside = ServedAdapters(self.assignment, parts, bias, is_pruned=linear in pruned) if parts else None
             attach(module, beside)
 
 

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fp8serve.fp8.beside import Beside
 from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.served_adapters import ServedAdapters
 
 BASE = 16
 TILES = (4, BASE, 128)
@@ -45,7 +45,7 @@ class RowIndependent(nn.Module):
     """Runs `inner` on [..., in] in tiles of the given heights; no heights: as it is. beside: adapters that are served
     with it, which see all rows."""
 
-    beside: Beside | None = None
+    adapters: ServedAdapters | None = None
 
     def __init__(self, inner: nn.Module, heights: tuple[int, ...]) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class RowIndependent(nn.Module):
         if input.dim() > 2:
             return self(input.flatten(0, -2)).unflatten(0, input.shape[:-1])  # type: ignore[no-any-return]
         y = self._tiled(input)
-        return y if self.beside is None else self.beside.add(y, input)
+        return y if self.adapters is None else self.adapters.add(y, input)
 
     def _tiled(self, x: Tensor) -> Tensor:
         if not self.heights or len(x) == 0:

@@ -79,8 +79,8 @@ def slowness(built: Built, gpu: str, capability: int) -> str | None:
 
 def driver_version() -> tuple[int, int] | None:
     """The CUDA version that the driver is for; None without a driver, or without a torch that asks it."""
-    found = cuda_driver_version()
-    return (found // 1000, found % 1000 // 10) if found else None
+    driver = cuda_driver_version()
+    return (driver // 1000, driver % 1000 // 10) if driver else None
 
 
 def check_gpu(device: torch.device) -> None:

@@ -58,25 +58,25 @@ class Attendance:
         self._deferred = False
         self._reach = 0
         self._first = True
-        self._told: list[tuple[Tensor, Any]] = []  # headers, each with the moment of its arrival if it is on a GPU
+        self._pending: list[tuple[Tensor, Any]] = []  # headers, each with the moment of its arrival if it is on a GPU
 
-    def short(self, heard: Tensor) -> bool:
+    def short(self, headers: Tensor) -> bool:
         """Whether the first collective must be repeated over more places; waits for its result, once."""
         if not self._first:
             return False
         self._first = False
         before = self.places
-        self._reach = int(heard[1, 0])
+        self._reach = int(headers[1, 0])
         self._grow()
         return self.places > before
 
-    def note(self, heard: Tensor) -> None:
+    def note(self, headers: Tensor) -> None:
         """Take in the maxima of the headers; on a GPU without waiting for them, so they are looked at later."""
-        told, arrival = heard.to("cpu", non_blocking=True), None
-        if heard.is_cuda:
+        pending, arrival = headers.to("cpu", non_blocking=True), None
+        if headers.is_cuda:
             arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrival.record()
-        self._told.append((told, arrival))
+        self._pending.append((pending, arrival))
         if arrival is None:
             self._listen()
 
@@ -94,8 +94,8 @@ class Attendance:
             self.places *= 2
 
     def _listen(self) -> None:
-        told, self._told = self._told, []
-        for header, arrival in told:
+        pending, self._pending = self._pending, []
+        for header, arrival in pending:
             if arrival is not None:
                 arrival.synchronize()
             self._take_in(*header.tolist())
@@ -116,20 +116,20 @@ def reduce_staged(
     direction: Direction,
     recipe: DelayedScaling,
     group: Any,
-    said: list[list[float]],
+    own_header: list[list[float]],
     attendance: Attendance,
 ) -> list[Scaled]:
     """Raise every staging slot of the `living` modules to the maximum over the ranks of `group`, in one collective.
 
-    `said`: this rank's header, [HEADER][WIDTH]; `attendance` receives those of all ranks. Returns the modules that have
+    own_header: this rank's, [HEADER][WIDTH]; `attendance` receives those of all ranks. Returns the modules that have
     states and a place that was reduced. A module that ran only on other ranks gets its states here, so all ranks keep
     equal scales. An infinite amax on one rank is infinite on all, so all ranks drop that step alike.
     """
     modules = list(living)
-    rows, heard = _reduced(modules, attendance.places, direction, group, said)
-    if attendance.short(heard):
-        rows, heard = _reduced(modules, attendance.places, direction, group, said)
-    attendance.note(heard)
+    rows, headers = _reduced(modules, attendance.places, direction, group, own_header)
+    if attendance.short(headers):
+        rows, headers = _reduced(modules, attendance.places, direction, group, own_header)
+    attendance.note(headers)
     modules = _placed(modules, attendance.places)
     _prepare_strangers(modules, rows, attendance.places, recipe)
     present = [m for m in modules if m.scaling]
@@ -148,14 +148,14 @@ def _prepare_strangers(modules: Sequence[Scaled], rows: Tensor, places: int, rec
 
 
 def _reduced(
-    modules: Sequence[Scaled], places: int, direction: Direction, group: Any, said: list[list[float]]
+    modules: Sequence[Scaled], places: int, direction: Direction, group: Any, own_header: list[list[float]]
 ) -> tuple[Tensor, Tensor]:
     """The maxima over the ranks, FP32 [lines * places, WIDTH], and of the headers, [HEADER, WIDTH].
 
     A module's row is zero where it staged nothing.
     """
     staged = torch.zeros(len(Line) * places + HEADER, WIDTH, device=_device(modules, group))
-    staged[-HEADER:] = torch.tensor(said)
+    staged[-HEADER:] = torch.tensor(own_header)
     present = [m for m in _placed(modules, places) if m.scaling]
     if present:
         staged[_cells(present, direction, places)] = torch.stack(_slots(present, direction))
@@ -185,8 +185,8 @@ def _cells(modules: Sequence[Scaled], direction: Direction, places: int) -> tupl
 
 def _device(modules: Sequence[Scaled], group: Any) -> torch.device:
     """The device of the states; without any, the device that the group's collectives need."""
-    found = {s.amax_history.device for m in modules for s in m.scaling.values()}
-    return found.pop() if found else torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    devices = {s.amax_history.device for m in modules for s in m.scaling.values()}
+    return devices.pop() if devices else torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
 
 def default_group() -> Any:

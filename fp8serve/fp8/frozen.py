@@ -25,7 +25,7 @@ from fp8serve.fp8.recipe import Recipe
 from fp8serve.fp8.spec import WEIGHTS, QuantSpec, listed
 
 if TYPE_CHECKING:
-    from fp8serve.fp8.beside import Beside
+    from fp8serve.fp8.served_adapters import ServedAdapters
 
 E4M3 = torch.float8_e4m3fn
 
@@ -59,7 +59,7 @@ def _valid_scale(name: str, scale: Tensor) -> Tensor:
     return scale.reshape(()).clone()
 
 
-def _given_scale(linear: nn.Linear, name: str, scale: Tensor | None) -> Tensor:
+def _scale_or_own(linear: nn.Linear, name: str, scale: Tensor | None) -> Tensor:
     if scale is None:
         state = linear.scaling.get(name) if isinstance(linear, Linear) else None
         if state is None:
@@ -74,7 +74,7 @@ def _quantized_weight(linear: nn.Linear, spec: QuantSpec, scale: Tensor | None) 
     """(weight_q, weight_scale_inv) by a recipe's spec of weights."""
     weight = linear.weight.detach()
     if spec.source == "delayed":
-        scale = _given_scale(linear, "weight", scale)
+        scale = _scale_or_own(linear, "weight", scale)
         return torch.ops.fp8serve.quantize(weight, scale, E4M3)[0], scale.reciprocal()
     op, arguments = content_cast(spec)
     return op(weight, *arguments)
@@ -86,10 +86,10 @@ class FrozenLinear(nn.Module):
     weight_q: E4M3 [N, K], or packed (see `pack`) [N / 16, K / 8, 128]. weight_scale_inv: FP32 [], [N, 1] or
     [ceil(N/128), ceil(K/128)]. bias: [N] or None. input_scale: FP32 [], multiplies to quantize the input. input_spec:
     how inputs are quantized: by the stored `input_scale`, each by its own content, or not at all (BF16); None: with one
-    scale per tensor. out_dtype: of the output; None for the input's. beside: adapters that are served with it.
+    scale per tensor. out_dtype: of the output; None for the input's. adapters: those that are served with it.
     """
 
-    beside: Optional["Beside"] = None
+    adapters: Optional["ServedAdapters"] = None
 
     weight_q: Tensor
     weight_scale_inv: Tensor
@@ -140,7 +140,7 @@ class FrozenLinear(nn.Module):
         """
         specs = recipe.specs.linear
         if specs["input"].source == "delayed":
-            input_scale = _given_scale(linear, "input", input_scale)
+            input_scale = _scale_or_own(linear, "input", input_scale)
         elif input_scale is not None or weight_scale is not None:
             raise ScalesError(f"{type(recipe).__name__} computes its scales from the data; do not give stored ones.")
         weight_q, weight_scale_inv = _quantized_weight(linear, specs["weight"], weight_scale)
@@ -151,7 +151,7 @@ class FrozenLinear(nn.Module):
         if input.requires_grad and torch.is_grad_enabled():
             return cast(Tensor, _ThroughFrozen.apply(input, self))  # type: ignore[no-untyped-call]
         y = self._run(input)
-        return y if self.beside is None else self.beside.add(y, input)
+        return y if self.adapters is None else self.adapters.add(y, input)
 
     @torch.no_grad()
     def _run(self, x: Tensor) -> Tensor:
@@ -248,7 +248,7 @@ class FrozenLinear(nn.Module):
         """Whether the fused calls above do what calling the layer on activations like x does: no hook, no gradient, and
         no row of the step with an adapter."""
         is_plain = not (self._forward_hooks or self._forward_pre_hooks) and not torch.is_grad_enabled()
-        if self.beside is not None and self.beside.is_busy:
+        if self.adapters is not None and self.adapters.is_active:
             return False
         return is_plain and (self.out_dtype is None or self.out_dtype == x.dtype)
 

@@ -46,7 +46,7 @@ from fp8serve.fp8 import autocast as contexts
 from fp8serve.fp8.casting import Operand, Quantized, cast_by_amax, cast_delayed
 from fp8serve.fp8.distributed import one_scale
 from fp8serve.fp8.linear import Linear
-from fp8serve.fp8.microbatch import Kept
+from fp8serve.fp8.microbatch import Retained
 from fp8serve.fp8.ops import arithmetic
 from fp8serve.fp8.recipe import Recipe, delayed
 from fp8serve.fp8.steps import Step
@@ -102,8 +102,8 @@ class Peers:
             amaxes = torch.stack([arithmetic.amax(s.seen) for s in shards])
             for members in (group, *self._sharers()):
                 dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=members)
-            for found, amax in zip(shards, amaxes.unbind(), strict=True):
-                found.whole = WholeAmax(amax, weakref.ref(step))
+            for shard, amax in zip(shards, amaxes.unbind(), strict=True):
+                shard.whole = WholeAmax(amax, weakref.ref(step))
         whole, shard.whole = cast(WholeAmax, shard.whole), None
         return whole.value
 
@@ -127,7 +127,7 @@ class ShardedWeight(torch.Tensor):
     through: torch.dtype | None
     whole: WholeAmax | None
     sent: Cast | None  # by the last forward pass
-    kept: Kept[Cast]  # by the first microbatch
+    retained: Retained[Cast]  # by the first microbatch
     unstaged: Tensor | None  # the whole weight's amax in that cast, until the layer has run here in some microbatch
 
     @staticmethod
@@ -139,7 +139,7 @@ class ShardedWeight(torch.Tensor):
     def __init__(self, hp: Tensor, peers: Peers, through: torch.dtype | None = None) -> None:
         self.hp, self.peers, self.through = hp, peers, through
         self.whole = self.sent = self.unstaged = None
-        self.kept = Kept()
+        self.retained = Retained()
 
     __torch_function__ = plain_torch_function
 
@@ -174,8 +174,8 @@ class ShardedWeight(torch.Tensor):
         if sent is None or not in_backward:
             sent = self._quantized(mesh, cast(Linear, module))
             self.sent = sent._replace(amax=None)  # the layer stages it once
-        is_kept = not in_backward and _usable(mesh).is_first_microbatch is not None
-        about = outer_size, sent, is_kept
+        is_retained = not in_backward and _usable(mesh).is_first_microbatch is not None
+        about = outer_size, sent, is_retained
         data, missing = sent.q.view(torch.uint8), -(-outer_size[0] // mesh.size()) - len(sent.q)
         if outer_size[0] % mesh.size() == 0:
             amax = torch.zeros((), device=data.device) if sent.amax is None else sent.amax
@@ -188,10 +188,10 @@ class ShardedWeight(torch.Tensor):
         self, outputs: tuple[Tensor, ...], sent: tuple[torch.Size, Cast, bool], dtype: torch.dtype, *, out: Any = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The weight that the layer sees; `out` is that of an earlier gather, whose data FSDP has just refilled."""
-        size, mine, is_kept = sent
+        size, mine, is_retained = sent
         if mine.amax is not None and len(outputs) > 1:
             mine = mine._replace(amax=outputs[1].view(torch.float32).max().view_as(mine.amax))
-        if is_kept:
+        if is_retained:
             self.unstaged = self.unstaged if mine.amax is None else mine.amax
             mine = mine._replace(amax=self.unstaged)
         if out is not None:
@@ -210,8 +210,8 @@ class ShardedWeight(torch.Tensor):
 
         # DTensor counts the writes that are made through it; the shard below does not see them all.
         about = (context.recipe, layer.weight._version)
-        kept = self.kept.get(self.hp, about, context.is_first_microbatch, make)
-        return fresh[0] if fresh else kept
+        retained = self.retained.get(self.hp, about, context.is_first_microbatch, make)
+        return fresh[0] if fresh else retained
 
     def _cast_rows(self, mesh: DeviceMesh, layer: Linear, recipe: Recipe) -> Cast:
         spec = recipe.specs.linear["weight"]
@@ -306,8 +306,8 @@ def gather_in_fp8(module: nn.Module, peers: Peers | None = None, through: torch.
     for layer in layers:
         weight = layer.weight
         if id(weight) not in shared:
-            made = ShardedWeight(weight.detach(), peers, through)
-            shared[id(weight)] = nn.Parameter(made, requires_grad=weight.requires_grad)
+            sharded = ShardedWeight(weight.detach(), peers, through)
+            shared[id(weight)] = nn.Parameter(sharded, requires_grad=weight.requires_grad)
         layer.weight = shared[id(weight)]
     return module
 

@@ -38,20 +38,20 @@ class _StandIn(torch.autograd.Function):
     def forward(ctx: Any, produce: Produce, dtype: torch.dtype, *sources: Tensor | None) -> Tensor:
         ctx.produce = produce
         ctx.save_for_backward(*sources)
-        given = cast(Tensor, sources[0])
-        return given.new_empty(1, dtype=dtype).expand(given.shape)  # no memory: nothing reads it
+        first = cast(Tensor, sources[0])
+        return first.new_empty(1, dtype=dtype).expand(first.shape)  # no memory: nothing reads it
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Sources:
-        wanted = ctx.needs_input_grad[2:]
-        pairs = zip(ctx.saved_tensors, wanted, strict=True)
+        needed = ctx.needs_input_grad[2:]
+        pairs = zip(ctx.saved_tensors, needed, strict=True)
         with torch.enable_grad():
             sources = [None if s is None else s.detach().requires_grad_(w) for s, w in pairs]
             produced = ctx.produce(*sources)
-        chosen = [s for s, w in zip(sources, wanted, strict=True) if s is not None and w]
-        found = iter(torch.autograd.grad(produced, chosen, gradient))
-        return None, None, *(next(found) if w else None for w in wanted)
+        chosen = [s for s, w in zip(sources, needed, strict=True) if s is not None and w]
+        gradients = iter(torch.autograd.grad(produced, chosen, gradient))
+        return None, None, *(next(gradients) if w else None for w in needed)
 
 
 def _dtype(sources: Sources) -> torch.dtype:

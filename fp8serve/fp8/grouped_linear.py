@@ -125,7 +125,7 @@ class _Grouped(torch.autograd.Function):
 class _WeightGradient(NamedTuple):
     """The arguments of `gradient`, of one expert."""
 
-    wanted: bool
+    needed: bool
     a: Quantized | None
     b: Quantized | None
     in_high_precision: Callable[[], Tensor]
@@ -133,7 +133,7 @@ class _WeightGradient(NamedTuple):
 
 
 def _is_one_product(parts: Sequence[_WeightGradient], device: torch.device) -> bool:
-    return device.type != "cpu" and all(part.wanted and part.a is not None and part.b is not None for part in parts)
+    return device.type != "cpu" and all(part.needed and part.a is not None and part.b is not None for part in parts)
 
 
 def _wgrad_together(parts: Sequence[_WeightGradient]) -> list[Tensor | None]:

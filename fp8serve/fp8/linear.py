@@ -36,7 +36,7 @@ from fp8serve.fp8.casting import (
     unhidden,
 )
 from fp8serve.fp8.layer_inputs import FLOATS, cast_by_torch_autocast, check_operands
-from fp8serve.fp8.microbatch import Kept, checked
+from fp8serve.fp8.microbatch import Retained, checked
 from fp8serve.fp8.ops import DTYPES, arithmetic
 from fp8serve.fp8.own_product import product
 from fp8serve.fp8.recipe import Precisions, Recipe, delayed
@@ -193,9 +193,9 @@ class _Matmul(torch.autograd.Function):
 
 
 def gradient(
-    wanted: bool, a: Quantized | None, b: Quantized | None, in_high_precision: Callable[[], Tensor], dtype: torch.dtype
+    needed: bool, a: Quantized | None, b: Quantized | None, in_high_precision: Callable[[], Tensor], dtype: torch.dtype
 ) -> Tensor | None:
-    if not wanted:
+    if not needed:
         return None
     return in_high_precision().to(dtype) if a is None or b is None else mm(a, b, None, dtype)
 
@@ -227,7 +227,7 @@ class Linear(Stateful, nn.Linear):
 
     def _begin(self) -> None:
         super()._begin()
-        self._kept_weight: Kept[Operand] = Kept()
+        self._retained_weight: Retained[Operand] = Retained()
         self.observer: Observer | None = None
         self._ran_frozen = False  # the last call ran in FP8 without gradients
 
@@ -321,7 +321,7 @@ class Linear(Stateful, nn.Linear):
             def suits(operand: Operand) -> bool:
                 return not (rowwise and operand.rowwise is None) and not (columnwise and operand.columnwise is None)
 
-            return self._kept_weight.get(
+            return self._retained_weight.get(
                 weight, call.recipe, first, lambda: call.cast("weight", weight, rowwise, columnwise), suits
             )
 

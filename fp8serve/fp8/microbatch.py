@@ -61,18 +61,18 @@ def _any(value: object) -> bool:
     return True
 
 
-class Kept(Generic[T]):
+class Retained(Generic[T]):
     """What was computed from one weight at the last True. A copy of its owner starts without it."""
 
     def __init__(self) -> None:
         self._moment: tuple[Any, ...] = ()
         self._value: T | None = None
 
-    def __deepcopy__(self, memo: Any) -> "Kept[T]":
-        return Kept()
+    def __deepcopy__(self, memo: Any) -> "Retained[T]":
+        return Retained()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Kept, ()
+        return Retained, ()
 
     def get(
         self,

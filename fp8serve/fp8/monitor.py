@@ -107,7 +107,7 @@ class Reading:
             "underflow": self._lost > 0.5,
             "non-finite": self.nonfinite > 0,
         }
-        return tuple(name for name, shown in signs.items() if shown)
+        return tuple(name for name, sign in signs.items() if sign)
 
     @property
     def _lost(self) -> float:
@@ -237,10 +237,10 @@ class Monitor:
         states = self._states()
         in_force = {at: self._scales.get(at, 1.0) for at in states}
         self._scales = {at: row[1] for at, row in states.items()}
-        found = [self._reading(at, row[0], in_force[at], int(row[2])) for at, row in states.items()]
+        readings = [self._reading(at, row[0], in_force[at], int(row[2])) for at, row in states.items()]
         # without a state, infinities show in the scale, which is NaN for such a gradient (casting.py)
         counted = [(at, row, int(math.isnan(row[0]))) for at, row in figures.items() if at not in states]
-        return found + [self._reading(at, row[0], row[1], bad) for at, row, bad in counted]
+        return readings + [self._reading(at, row[0], row[1], bad) for at, row, bad in counted]
 
     def _counted(self) -> dict[At, tuple[float, float, Fractions]]:
         """(amax, scale, fractions) of the tensors whose elements were counted in this step."""

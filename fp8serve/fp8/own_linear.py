@@ -10,15 +10,15 @@ from fp8serve.fp8.frozen import pack_loaded, packed
 from fp8serve.fp8.own_product import apply_linear
 
 if TYPE_CHECKING:
-    from fp8serve.fp8.beside import Beside
+    from fp8serve.fp8.served_adapters import ServedAdapters
 
 _packed_mm = torch.ops.fp8serve.packed_mm.default
 
 
 class OwnLinear(nn.Linear):
-    """nn.Linear with our product; for serving its weight may be packed. beside: adapters that are served with it."""
+    """nn.Linear with our product; for serving its weight may be packed. adapters: those that are served with it."""
 
-    beside: Optional["Beside"] = None
+    adapters: Optional["ServedAdapters"] = None
 
     @classmethod
     def adopt(cls, linear: nn.Linear) -> "OwnLinear":
@@ -39,7 +39,7 @@ class OwnLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """input [..., in] -> [..., out]."""
         y = self._run(input)
-        return y if self.beside is None else self.beside.add(y, input)
+        return y if self.adapters is None else self.adapters.add(y, input)
 
     def _run(self, x: Tensor) -> Tensor:
         tensors = self._parameters

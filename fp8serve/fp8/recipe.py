@@ -74,11 +74,11 @@ def _check_common(recipe: "Recipe") -> None:
         )
 
 
-def _take_backward_override(recipe: "Recipe", asked: str | None) -> None:
+def _take_backward_override(recipe: "Recipe", precision: str | None) -> None:
     """Transformer Engine's `backward_override` as an override of ours: dgrad and wgrad in high precision."""
-    if asked not in (None, "high_precision"):
-        raise RecipeError(f'backward_override must be None or "high_precision", found {asked!r}.')
-    if asked is not None:
+    if precision not in (None, "high_precision"):
+        raise RecipeError(f'backward_override must be None or "high_precision", found {precision!r}.')
+    if precision is not None:
         override = (recipe.override_linear_precision[0], True, True)
         object.__setattr__(recipe, "override_linear_precision", override)
 
@@ -269,12 +269,12 @@ def why_not_gathered(recipe: Recipe | None) -> str | None:
     return None if one_per_tensor(recipe) else "the recipe has many scales for a weight"
 
 
-def _build(cls: type[Recipe], given: dict[str, Any]) -> Recipe:
+def _build(cls: type[Recipe], options: dict[str, Any]) -> Recipe:
     known = [f.name for f in fields(cls)]
-    for name in given:
+    for name in options:
         if name not in known:
             raise RecipeError(f"{cls.__name__} has no parameter {name!r}; it has {', '.join(known)}.")
-    return cls(**given)
+    return cls(**options)
 
 
 def from_name(name: str, **overrides: Any) -> Recipe | None:

@@ -45,8 +45,8 @@ def _region(hook: Callable[..., Any]) -> Region | None:
     """The region whose pack hook this is; None for any other hook."""
     inner = inspect.unwrap(hook)
     for cell in inner.__closure__ or ():
-        found = cell.cell_contents
-        frame = found() if isinstance(found, ref) else found
+        content = cell.cell_contents
+        frame = content() if isinstance(content, ref) else content
         if is_checkpoint_frame(frame):
             return Region(frame, hook if inner.__qualname__.startswith("_recomputation_hook") else None)
     return None

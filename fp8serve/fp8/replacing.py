@@ -28,23 +28,23 @@ class Noting(OrderedDict[Any, Any]):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         super().__setitem__(key, value)
-        _tell(self.listeners)
+        _notify(self.listeners)
 
     def __delitem__(self, key: Any) -> None:
         super().__delitem__(key)
-        _tell(self.listeners)
+        _notify(self.listeners)
 
     def pop(self, *args: Any) -> Any:
-        _tell(self.listeners)
+        _notify(self.listeners)
         return super().pop(*args)
 
     def popitem(self, last: bool = True) -> Any:
-        _tell(self.listeners)
+        _notify(self.listeners)
         return super().popitem(last)
 
     def clear(self) -> None:
         super().clear()
-        _tell(self.listeners)
+        _notify(self.listeners)
 
 
 class Part(Tensor):
@@ -60,27 +60,27 @@ class Part(Tensor):
     def __setattr__(self, name: str, value: Any) -> None:
         listeners = self.listeners  # a swapped tensor no longer has them
         super().__setattr__(name, value)
-        _tell(listeners)
+        _notify(listeners)
 
     def set_(self, *args: Any, **options: Any) -> Any:
-        _tell(self.listeners)
+        _notify(self.listeners)
         return super().set_(*args, **options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Part":
         """A view of the copied tensor, with listeners of its own."""
-        memo[id(self)] = made = deepcopy(self.detach(), memo).as_subclass(Part)
-        made.listeners = deepcopy(self.listeners, memo)
-        return made
+        memo[id(self)] = part = deepcopy(self.detach(), memo).as_subclass(Part)
+        part.listeners = deepcopy(self.listeners, memo)
+        return part
 
 
 def part(tensor: Tensor, listener: Listener) -> Part:
     """The same view, from now on with a listener."""
-    made = tensor.as_subclass(Part)
-    made.listeners = [listener]
-    return made
+    part = tensor.as_subclass(Part)
+    part.listeners = [listener]
+    return part
 
 
-def _tell(listeners: Sequence[Listener]) -> None:
+def _notify(listeners: Sequence[Listener]) -> None:
     for changed, number in listeners:
         changed.add(number)
 

@@ -169,8 +169,8 @@ def _scale_beside_op(entry: Entry, recipe: DelayedScaling) -> Tensor:
 
 def _formula(amax: Tensor, entry: Entry, recipe: DelayedScaling) -> Tensor:
     if recipe.scaling_factor_compute_algo is not None:
-        found: Tensor = recipe.scaling_factor_compute_algo(amax, entry.state.scale.clone(), entry.fp8_max, recipe)
-        return found
+        scale: Tensor = recipe.scaling_factor_compute_algo(amax, entry.state.scale.clone(), entry.fp8_max, recipe)
+        return scale
     limit = torch.full_like(amax, entry.fp8_max / 2.0**recipe.margin)
     scale = (limit / amax).clamp(max=torch.finfo(torch.float32).max)
     scale = floor_to_power_2(scale) if recipe.power_2_scale else scale

@@ -67,8 +67,8 @@ class _Served(torch.autograd.Function):
         if ctx.scale is not None:
             k, v = _rounded(k, ctx.scale.k, ctx.scale.k_inv), _rounded(v, ctx.scale.v, ctx.scale.v_inv)
         backward = _backward if is_served(q) else _backward_by_torch
-        found = backward(grad, q, k, v, sinks, ctx.options, ctx.needs_input_grad[:4])
-        return *found, None, None
+        gradients = backward(grad, q, k, v, sinks, ctx.options, ctx.needs_input_grad[:4])
+        return *gradients, None, None
 
 
 def served_attention(
@@ -113,24 +113,24 @@ Gradients = tuple[Tensor | None, ...]  # of q, k, v and sinks; None where none i
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: _Options, wanted: Sequence[bool]
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: _Options, needed: Sequence[bool]
 ) -> Gradients:
     lengths, *scores = options
     wide = None if sinks is None else sinks.float()
-    found = _attention_backward(grad.to(q.dtype), q, k, v, list(lengths), *scores, wide)
-    *of_tokens, of_sinks = (d if is_wanted else None for d, is_wanted in zip(found, wanted, strict=True))
+    gradients = _attention_backward(grad.to(q.dtype), q, k, v, list(lengths), *scores, wide)
+    *of_tokens, of_sinks = (d if is_needed else None for d, is_needed in zip(gradients, needed, strict=True))
     return *of_tokens, of_sinks if sinks is None or of_sinks is None else of_sinks.to(sinks.dtype)
 
 
 def _backward_by_torch(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: _Options, wanted: Sequence[bool]
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: _Options, needed: Sequence[bool]
 ) -> Gradients:
-    places = [i for i, is_wanted in enumerate(wanted) if is_wanted]
+    places = [i for i, is_needed in enumerate(needed) if is_needed]
     leaves = [cast(Tensor, (q, k, v, sinks)[i]).requires_grad_() for i in places]
     with torch.enable_grad():
         out = causal_attention(q, k, v, options.lengths, options.softmax_scale, options.window, options.softcap, sinks)
-    found = dict(zip(places, torch.autograd.grad(out, leaves, grad), strict=True))
-    return tuple(found.get(i) for i in range(len(wanted)))
+    gradients = dict(zip(places, torch.autograd.grad(out, leaves, grad), strict=True))
+    return tuple(gradients.get(i) for i in range(len(needed)))
 
 
 def _tables(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -138,7 +138,7 @@ class Session:
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self._modules: WeakValueDictionary[Place, Scaled] = WeakValueDictionary()
-        self._made = dict.fromkeys(Line, 0)
+        self._enrolled = dict.fromkeys(Line, 0)
         self._rules: WeakValueDictionary[int, Rule] = WeakValueDictionary()
         self._latest: Numbered | None = None
         self._recent: deque[Rule] = deque(maxlen=REMEMBERED)  # a step then has the rule of the step before
@@ -151,26 +151,26 @@ class Session:
             self._take_over(model)
 
     def _take_over(self, model: nn.Module) -> None:
-        found = [m for m in model.modules() if isinstance(m, Scaled)]
-        if not found:
+        modules = [m for m in model.modules() if isinstance(m, Scaled)]
+        if not modules:
             raise RecipeError(f"This {type(model).__name__} has no FP8 modules to make a session of; convert it first.")
-        for module in found:
+        for module in modules:
             module.session.leave(module)
             module.session, module.place = self, self.enroll(module)
 
     @staticmethod
     def of(model: nn.Module) -> "Session":
         """The session of a model's FP8 modules. RecipeError if it has none, or more than one."""
-        found: dict[int, Session] = {id(m.session): m.session for m in model.modules() if isinstance(m, Scaled)}
-        if len(found) != 1:
-            raise RecipeError(f"This model's FP8 modules have {len(found)} sessions; make one: Session(model).")
-        return next(iter(found.values()))
+        sessions: dict[int, Session] = {id(m.session): m.session for m in model.modules() if isinstance(m, Scaled)}
+        if len(sessions) != 1:
+            raise RecipeError(f"This model's FP8 modules have {len(sessions)} sessions; make one: Session(model).")
+        return next(iter(sessions.values()))
 
     def enroll(self, module: Scaled, line: Line = Line.MADE) -> Place:
         """Give a module the next place of a line."""
         with self._lock:
-            place = Place(line, self._made[line])
-            self._made[line] += 1
+            place = Place(line, self._enrolled[line])
+            self._enrolled[line] += 1
             self._modules[place] = module
         return place
 
@@ -181,7 +181,7 @@ class Session:
             if place in self._modules:  # a shallow copy, which has its original's session
                 return self.enroll(module, Line.COPIED)
             self._modules[place] = module
-            self._made[place.line] = max(self._made[place.line], place.number + 1)
+            self._enrolled[place.line] = max(self._enrolled[place.line], place.number + 1)
         return place
 
     def leave(self, module: Scaled) -> None:
@@ -209,15 +209,15 @@ class Session:
         return latest
 
     def _numbered(self, recipe: DelayedScaling, group: Any) -> Numbered:
-        wanted = Rule(recipe, ReferenceType(group) if several(group) else None, session=self)
+        rule = Rule(recipe, ReferenceType(group) if several(group) else None, session=self)
         with self._lock:
             for number, same in list(self._rules.items()):
-                if same == wanted:
+                if same == rule:
                     return Numbered(number, same)
-            number = RULES.add(wanted)
-            self._rules[number] = wanted
-            self._recent.append(wanted)
-        return Numbered(number, wanted)
+            number = RULES.add(rule)
+            self._rules[number] = rule
+            self._recent.append(rule)
+        return Numbered(number, rule)
 
     def keep(self, number: int, rule: Rule) -> None:
         """Hold a rule as long as the session exists."""

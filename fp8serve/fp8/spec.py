@@ -96,9 +96,9 @@ def block_of(scale_shape: tuple[int, ...], rows: int, columns: int) -> Block:
     raise ValueError(f"Scales of the shape {list(scale_shape)} fit no [{rows}, {columns}] matrix.")
 
 
-def _check(what: str, found: object, known: tuple[str, ...]) -> None:
-    if found not in known:
-        raise RecipeError(f"There is no {what} {found!r}; use {_either(known)}.")
+def _check(what: str, name: object, known: tuple[str, ...]) -> None:
+    if name not in known:
+        raise RecipeError(f"There is no {what} {name!r}; use {_either(known)}.")
 
 
 def _either(words: Sequence[str]) -> str:

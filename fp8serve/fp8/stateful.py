@@ -116,9 +116,9 @@ class Stateful(nn.Module):
                 destination[f"{prefix}{name}.{field}"] = getattr(state, field)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        found = {n: {f: state_dict.pop(f"{prefix}{n}.{f}", None) for f in FIELDS} for n in self.state_names()}
+        tensors = {n: {f: state_dict.pop(f"{prefix}{n}.{f}", None) for f in FIELDS} for n in self.state_names()}
         super()._load_from_state_dict(state_dict, prefix, *args)
-        for name, fields in found.items():  # after the parameters, which assign=True may bring to another device
+        for name, fields in tensors.items():  # after the parameters, which assign=True may bring to another device
             if any(value is not None for value in fields.values()):
                 self.scaling[name] = restored(fields, f"{prefix}{name}", self.state_device())
 
@@ -154,12 +154,12 @@ def state_key(name: str) -> tuple[str, str] | None:
     return (tensor, field) if is_state else None
 
 
-def restored(found: Mapping[str, Tensor | None], name: str, device: torch.device) -> ScalingState:
+def restored(tensors: Mapping[str, Tensor | None], name: str, device: torch.device) -> ScalingState:
     """A state from a state dict, in FP32 whatever its stored dtype; missing counters start at 0.
 
     ScalesError: a part is missing, or training could not continue with it.
     """
-    scale, history = found.get("scale"), found.get("amax_history")
+    scale, history = tensors.get("scale"), tensors.get("amax_history")
     if scale is None or history is None:
         raise ScalesError(f"The state dict holds a part of {name} only; it needs {name}.scale and {name}.amax_history.")
     if scale.numel() != 1 or history.dim() != 1 or len(history) == 0:
@@ -172,7 +172,7 @@ def restored(found: Mapping[str, Tensor | None], name: str, device: torch.device
     if not history.is_meta and not (history >= 0).all():
         raise ScalesError(f"{name}.amax_history holds NaN or negative numbers, which no tensor's amax can be.")
     zero = torch.zeros((), dtype=torch.int64)
-    counters = [zero if (value := found.get(field)) is None else value.long() for field in ("nonfinite", "steps")]
+    counters = [zero if (value := tensors.get(field)) is None else value.long() for field in ("nonfinite", "steps")]
     with torch.no_grad():
-        kept = (scale.reshape(()).float(), history.float(), *counters)
-        return ScalingState(*(t.detach().to(device).clone() for t in kept))
+        values = (scale.reshape(()).float(), history.float(), *counters)
+        return ScalingState(*(t.detach().to(device).clone() for t in values))

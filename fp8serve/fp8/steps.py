@@ -180,8 +180,8 @@ def _discard(direction: Direction, ran: dict[Rule, dict[int, Scaled]]) -> None:
 def _update_together(direction: Direction, rule: Rule, expecting: bool) -> None:
     """Reduce the amaxes that the session's modules staged in one direction over the group, and update the modules."""
     session = rule.session
-    said = header(direction, expecting, session.reach)
-    chosen = reduce_staged(session.living(), direction, rule.recipe, rule.group, said, rule.attendance)
+    own_header = header(direction, expecting, session.reach)
+    chosen = reduce_staged(session.living(), direction, rule.recipe, rule.group, own_header, rule.attendance)
     _update(chosen, direction, rule.recipe)
 
 

@@ -93,13 +93,13 @@ def saved_tensor_hooks() -> list[Hooks]:
     Looking below the top means taking hooks off and putting them back on.
     """
     autograd: Any = torch._C._autograd
-    taken: list[Hooks] = []
+    removed: list[Hooks] = []
     while (hooks := autograd._top_saved_tensors_default_hooks(True)) is not None:
-        taken.append(hooks)
+        removed.append(hooks)
         autograd._pop_saved_tensors_default_hooks()
-    for pack, unpack in reversed(taken):
+    for pack, unpack in reversed(removed):
         autograd._push_saved_tensors_default_hooks(pack, unpack)
-    return taken
+    return removed
 
 
 def is_checkpoint_frame(value: object) -> bool:

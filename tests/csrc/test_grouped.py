@@ -77,7 +77,7 @@ def test_packed_weights_give_the_same_bits(level, counts, scales):
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("rank", [5, 64])
 def test_matrices_in_bf16_give_the_bits_of_mm_however_far_they_are_filled_up(level, counts, rank):
-    """As adapters are multiplied (fp8/beside.py): A [rank, 200], then B [33, rank] with columns of zeros behind."""
+    """As served adapters are multiplied: A [rank, 200], then B [33, rank] with columns of zeros behind."""
     rows, offsets = COUNTS[counts], offsets_of(COUNTS[counts])
     one, ones = torch.ones(()), torch.ones(len(rows))
     for (n, k), filled in (((rank, 200), 200), ((33, rank), 70)):

@@ -194,7 +194,7 @@ def test_names_are_taken_and_given_back(tmp_path: Path) -> None:
         assert [token for output in said for token in output.token_ids] == expected[0][0]
         assert said[-1].num_cached_tokens == 0
     engine.unload_adapter("a")
-    assert all(layer.beside is None for layer in engine.loaded.frozen.values())
+    assert all(layer.adapters is None for layer in engine.loaded.frozen.values())
     assert engine.info()["adapters"] == []
 
 

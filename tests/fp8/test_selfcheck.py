@@ -270,7 +270,7 @@ def test_a_file_that_is_no_verdict_is_announced_and_not_used(change: Any, said: 
     path.write_text(change(path.read_text()))
     with pytest.raises(VerdictError, match="does not hold the verdict of a kernel check"):
         verdict.load(kept.machine)
-    assert selfcheck.kept(kept.machine) is None
+    assert selfcheck.stored_verdict(kept.machine) is None
     assert said.records[0].message.startswith(f"{path} does not hold")
 
 

@@ -42,9 +42,9 @@ def amax_now(x: Tensor) -> Tensor:
     """`amax` of everything, in one pass over x in its own type where x is on the CPU, has no NaN and is not traced."""
     if x.device.type == "cpu" and x.numel() and not torch.compiler.is_compiling():
         low, high = x.detach().aminmax()
-        found = torch.maximum(low.abs(), high.abs()).float()
-        if not found.isnan():
-            return found
+        largest = torch.maximum(low.abs(), high.abs()).float()
+        if not largest.isnan():
+            return largest
     return amax(x)
 
 

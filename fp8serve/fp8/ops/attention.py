@@ -25,8 +25,8 @@ def hidden(queries: int, length: int, window: int | None, device: torch.device) 
 
     A token sees itself and those before it; with a window (>= 1) only the last `window` of these.
     """
-    ahead = torch.arange(length, device=device) - torch.arange(length - queries, length, device=device).unsqueeze(1)
-    return ahead > 0 if window is None else (ahead > 0) | (ahead <= -window)
+    distance = torch.arange(length, device=device) - torch.arange(length - queries, length, device=device).unsqueeze(1)
+    return distance > 0 if window is None else (distance > 0) | (distance <= -window)
 
 
 def attention_weights(scores: Tensor, unseen: Tensor, softcap: float | None, sinks: Tensor | None) -> Tensor:
@@ -158,8 +158,8 @@ define(
 def _write(x: Tensor, cache: Tensor, slots: Tensor, scale: Tensor | None) -> None:
     if cache.dtype in FP8_MAX:
         x = saturate(x.float() if scale is None else x.float() * scale, cache.dtype)
-    kept = slots >= 0
-    cache.view(-1, *cache.shape[2:])[slots[kept]] = x[kept].to(cache.dtype)
+    in_cache = slots >= 0
+    cache.view(-1, *cache.shape[2:])[slots[in_cache]] = x[in_cache].to(cache.dtype)
 
 
 def write_kv(
@@ -182,8 +182,8 @@ def write_kv(
 def _write_case(cache: torch.dtype, scale: float | None) -> tuple[Any, ...]:
     k, v = tiles(5, 3 * 8, torch.bfloat16).view(5, 3, 8), tiles(5, 3 * 8, torch.bfloat16, 1).view(5, 3, 8)
     caches = [torch.zeros(4, 4, 3, 8).to(cache) for _ in range(2)]
-    given = None if scale is None else torch.tensor(scale)
-    return k, v, *caches, torch.tensor([3, 9, -1, 0, 15]), given, given
+    scales = None if scale is None else torch.tensor(scale)
+    return k, v, *caches, torch.tensor([3, 9, -1, 0, 15]), scales, scales
 
 
 def _write_cases() -> list[Case]:
@@ -278,8 +278,8 @@ def _cases() -> list[Case]:
     shapes = ((4, 2, 16), (3, 3, 8), (6, 1, 80))
     plain = [(lengths, *shape) for lengths, shape in product(([1, 7, 5], [0, 150], []), shapes)]
     sinks = torch.tensor([0.5, -4.0, 3.0, 0.0])
-    options = [([90, 1, 130], 4, 2, 16, *given) for given in ((8,), (33, None, sinks), (None, 2.0), (70, 0.5, sinks))]
-    return [Case(f"{given}", partial(_case, *given)) for given in [*plain, *options]]
+    options = [([90, 1, 130], 4, 2, 16, *extra) for extra in ((8,), (33, None, sinks), (None, 2.0), (70, 0.5, sinks))]
+    return [Case(f"{one}", partial(_case, *one)) for one in [*plain, *options]]
 
 
 define(

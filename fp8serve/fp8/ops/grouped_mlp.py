@@ -44,8 +44,8 @@ def composed(ops: Any) -> Any:
         q, scale_inv = cast_rows(ops, x.index_select(0, rows), width, power_2)
         both = ops.grouped_mm(q, gate_up, scale_inv, gate_up_scale_inv, offsets, gate_up_bias, x.dtype)
         q, scale_inv = cast_rows(ops, ops.silu_mul(*both.chunk(2, 1)), width, power_2)
-        said = ops.grouped_mm(q, down, scale_inv, down_scale_inv, offsets, down_bias, x.dtype)
-        return ops.add_weighted(said, places, weights)  # type: ignore[no-any-return]
+        output = ops.grouped_mm(q, down, scale_inv, down_scale_inv, offsets, down_bias, x.dtype)
+        return ops.add_weighted(output, places, weights)  # type: ignore[no-any-return]
 
     return grouped_mlp
 

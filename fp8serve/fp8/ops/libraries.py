@@ -62,8 +62,8 @@ def reads_packed() -> bool:
 def cpu_kernels() -> dict[str, dict[str, str]]:
     """For each op with a CPU kernel, the `variant` that this processor runs and its `numerics` class
     (docs/numerics.md). Where the variant depends on the types, it is that for BF16 and FP8."""
-    found = torch.ops.fp8serve.cpu_kernels() if _has_default("cpu_kernels") else "{}"
-    return cast(dict[str, dict[str, str]], json.loads(found))
+    listing = torch.ops.fp8serve.cpu_kernels() if _has_default("cpu_kernels") else "{}"
+    return cast(dict[str, dict[str, str]], json.loads(listing))
 
 
 def backends(device: str = "cpu") -> dict[str, str]:
@@ -72,20 +72,20 @@ def backends(device: str = "cpu") -> dict[str, str]:
 
     A composed op runs as a sequence of the other ops. What a check has switched off (fp8/selfcheck) is said behind it.
     """
-    found = {op: "composed" if known.composed else "reference" for op, known in OPS.items()}
+    default = {op: "composed" if known.composed else "reference" for op, known in OPS.items()}
     if device == "cpu":
-        own = {op: f"cpu kernel ({kernel['variant']})" for op, kernel in cpu_kernels().items()}
+        compiled = {op: f"cpu kernel ({kernel['variant']})" for op, kernel in cpu_kernels().items()}
     else:
-        own = {op: f"{device} kernel" for op in found if _has_kernel(op, device.upper())}
-    gone = {op: f"{found[op]}; its {device} kernel is switched off" for op in replaced(device)}
+        compiled = {op: f"{device} kernel" for op in default if _has_kernel(op, device.upper())}
+    switched_off = {op: f"{default[op]}; its {device} kernel is switched off" for op in replaced(device)}
     off = gemm_kernels_off() if device == "cuda" else []
     for op, names in (
         ("scaled_mm", [name for name in off if not name.startswith("attention_")]),
         ("paged_attention", [name.removeprefix("attention_") for name in off if name.startswith("attention_")]),
     ):
         if names:
-            own[op] += f", without {', '.join(names)}"
-    return found | own | gone
+            compiled[op] += f", without {', '.join(names)}"
+    return default | compiled | switched_off
 
 
 def gemm_kernels_off() -> list[str]:

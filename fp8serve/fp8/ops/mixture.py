@@ -79,9 +79,9 @@ def _largest(x: Tensor, count: int) -> Tensor:
 def _among_groups(x: Tensor, groups: int, kept: int, best: int) -> Tensor:
     """x [T, E], with -inf where an expert is not in one of the best groups, by the sum of the group's `best`."""
     grouped = x.view(len(x), groups, -1)
-    is_kept = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=x.device)
-    is_kept.scatter_(-1, _largest(grouped.topk(best, -1)[0].sum(-1), kept), True)
-    return grouped.masked_fill(~is_kept.unsqueeze(-1), -torch.inf).flatten(1)
+    is_retained = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=x.device)
+    is_retained.scatter_(-1, _largest(grouped.topk(best, -1)[0].sum(-1), kept), True)
+    return grouped.masked_fill(~is_retained.unsqueeze(-1), -torch.inf).flatten(1)
 
 
 def _fake_chosen(logits: Tensor, correction: Tensor | None, count: int, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -92,14 +92,14 @@ def _fake_chosen(logits: Tensor, correction: Tensor | None, count: int, *rest: A
 def _choose_case(
     shape: tuple[int, int, int], kind: Scores, groups: int, kept: int, normalizes: bool, dtypes: tuple[torch.dtype, ...]
 ) -> tuple[Any, ...]:
-    (rows, count, experts), (dtype, wanted) = shape, dtypes
+    (rows, count, experts), (dtype, out_dtype) = shape, dtypes
     noise = torch.Generator().manual_seed(experts)
     logits = (3 * torch.randn(rows, experts, generator=noise)).to(dtype)
     if rows > 4:
         logits[1], logits[2, ::3] = logits[1, 0], logits[2, 0]  # all equal, some equal
         logits[3, 1:] = -torch.inf
     correction = torch.linspace(0, 1, experts) if kind == Scores.SIGMOID else None
-    return logits, correction, count, int(kind), groups, kept, normalizes, 1.0 if normalizes else 2.5, wanted
+    return logits, correction, count, int(kind), groups, kept, normalizes, 1.0 if normalizes else 2.5, out_dtype
 
 
 def _choose_cases() -> list[Case]:
@@ -171,22 +171,22 @@ define(
 )
 
 
-def add_weighted(said: Tensor, places: Tensor, weights: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def add_weighted(outputs: Tensor, places: Tensor, weights: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """said [T * k, N], places [T * k] and weights [T, k], of said's type or FP32 -> [T, N] of `dtype`, None: said's.
 
     The terms of a token are added in the order of the experts. Each is rounded, and so is every sum.
     """
     rising, order = places.view(weights.shape).sort(-1)
-    terms = said.index_select(0, rising.flatten()).view(*weights.shape, said.shape[1])
-    terms = (terms * weights.gather(-1, order).unsqueeze(-1)).to(dtype or said.dtype)
+    terms = outputs.index_select(0, rising.flatten()).view(*weights.shape, outputs.shape[1])
+    terms = (terms * weights.gather(-1, order).unsqueeze(-1)).to(dtype or outputs.dtype)
     total = terms[:, 0]
     for k in range(1, terms.shape[1]):
         total = total + terms[:, k]
     return total.contiguous()
 
 
-def _fake_added(said: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    return said.new_empty((len(weights), said.shape[1]))
+def _fake_added(outputs: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    return outputs.new_empty((len(weights), outputs.shape[1]))
 
 
 def _add_case(
@@ -206,7 +206,7 @@ def _add_cases() -> list[Case]:
 
 
 define(
-    "add_weighted(Tensor said, Tensor places, Tensor weights) -> Tensor",
+    "add_weighted(Tensor outputs, Tensor places, Tensor weights) -> Tensor",
     add_weighted,
     fake=_fake_added,
     cases=_add_cases,

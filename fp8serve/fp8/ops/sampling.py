@@ -66,11 +66,11 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     least one of a row must be finite.
     """
     probs = torch.softmax(logits.double() / temperature[:, None], -1)
-    asked = (top_k > 0) | (top_p < 1) | (min_p > 0)
+    has_filter = (top_k > 0) | (top_p < 1) | (min_p > 0)
     if not _on_cpu(probs):  # to see which rows asked for it would mean waiting for the device
-        probs = torch.where(asked[:, None], filtered(probs, top_k, top_p, min_p), probs)
-    elif bool(asked.any()):
-        probs[asked] = filtered(probs[asked], top_k[asked], top_p[asked], min_p[asked])
+        probs = torch.where(has_filter[:, None], filtered(probs, top_k, top_p, min_p), probs)
+    elif bool(has_filter.any()):
+        probs[has_filter] = filtered(probs[has_filter], top_k[has_filter], top_p[has_filter], min_p[has_filter])
     mass = probs.cumsum(-1)
     total = mass[:, -1:].contiguous()
     # below the total, so that the search ends on a token of positive probability
@@ -84,11 +84,11 @@ def filtered(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tens
     largest = torch.where(top_k > 0, top_k.clamp(max=vocab), vocab)[:, None]
     ordered = _descending(probs)
     mass = ordered.cumsum(-1)
-    kept = torch.arange(vocab, device=probs.device) < largest
+    retained = torch.arange(vocab, device=probs.device) < largest
     within = mass - ordered < top_p[:, None] * mass.gather(-1, largest - 1)  # of what top_k left
-    kept &= within | (top_p >= 1)[:, None]  # 1 keeps all tokens, also those too small to change a sum
-    kept &= ordered >= min_p[:, None] * ordered[:, :1]
-    count = kept.sum(-1, keepdim=True).clamp(min=1)
+    retained &= within | (top_p >= 1)[:, None]  # 1 keeps all tokens, also those too small to change a sum
+    retained &= ordered >= min_p[:, None] * ordered[:, :1]
+    count = retained.sum(-1, keepdim=True).clamp(min=1)
     threshold = ordered.gather(-1, count - 1)
     above, tied = probs > threshold, probs == threshold
     room = count - above.sum(-1, keepdim=True)

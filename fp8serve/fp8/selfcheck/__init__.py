@@ -30,10 +30,10 @@ __all__ = [
     "VerdictError",
     "apply",
     "examine",
-    "kept",
     "machine_of",
     "prepare_device",
     "sentence",
+    "stored_verdict",
     "switch_off",
 ]
 
@@ -61,10 +61,10 @@ def _prepare(device: torch.device) -> None:
     machine = machine_of(device)
     if machine is None:
         return
-    verdict = kept(machine)
+    verdict = stored_verdict(machine)
     if verdict is None and device.type == "cuda":
         with _alone(machine):
-            verdict = kept(machine) or examine(device, machine)
+            verdict = stored_verdict(machine) or examine(device, machine)
     apply(device, verdict)
 
 
@@ -75,7 +75,7 @@ def apply(device: torch.device, verdict: Verdict | None) -> None:
         log.warning("%s", sentence(verdict))
 
 
-def kept(machine: Machine) -> Verdict | None:
+def stored_verdict(machine: Machine) -> Verdict | None:
     """The verdict that is kept for a machine. A file that cannot be read is announced, and as good as none."""
     try:
         return load(machine)

@@ -37,28 +37,28 @@ Arguments = tuple[Any, ...]
 
 def tensors(*values: Any) -> list[Tensor]:
     """All tensors among values, nested lists and tuples included, in order."""
-    found: list[Tensor] = []
+    actual: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            actual.append(value)
         elif isinstance(value, list | tuple):
-            found += tensors(*value)
-    return found
+            actual += tensors(*value)
+    return actual
 
 
-def difference(op: str, arguments: Arguments, found: list[Tensor], expected: list[Tensor]) -> str | None:
-    """What is wrong with the results `found` of an op, in a few words; None when they agree with `expected`.
+def difference(op: str, arguments: Arguments, actual: list[Tensor], expected: list[Tensor]) -> str | None:
+    """What is wrong with the results `actual` of an op, in a few words; None when they agree with `expected`.
 
     `arguments`: fresh ones, as the op got them, from which the size of sums is taken.
     """
-    if [(t.dtype, t.shape) for t in found] != [(t.dtype, t.shape) for t in expected]:
+    if [(t.dtype, t.shape) for t in actual] != [(t.dtype, t.shape) for t in expected]:
         return "results of another type or shape"
     sizes = _sizes(op, arguments) if op in _PRODUCTS else []
     share = _SHARES.get(op, _SHARE)
-    for one, wanted, size in zip(found, expected, [*sizes, *[None] * (len(found) - len(sizes))], strict=True):
-        wrong = _same(one, wanted) if op in EXACT else _apart(one, wanted, share, size)
+    for one, target, size in zip(actual, expected, [*sizes, *[None] * (len(actual) - len(sizes))], strict=True):
+        wrong = _same(one, target) if op in EXACT else _apart(one, target, share, size)
         if bool(wrong.any()):
-            return _described(one, wanted, wrong)
+            return _described(one, target, wrong)
     return None
 
 
@@ -71,43 +71,43 @@ def _nan(t: Tensor) -> Tensor:
     return t.float().isnan() if t.is_floating_point() else torch.zeros(t.shape, dtype=torch.bool)
 
 
-def _same(found: Tensor, expected: Tensor) -> Tensor:
+def _same(actual: Tensor, expected: Tensor) -> Tensor:
     """Where bits differ; one NaN is as good as another."""
-    return (_bits(found) != _bits(expected)) & ~(_nan(found) & _nan(expected))
+    return (_bits(actual) != _bits(expected)) & ~(_nan(actual) & _nan(expected))
 
 
-def _apart(found: Tensor, expected: Tensor, share: float, size: Tensor | None) -> Tensor:
+def _apart(actual: Tensor, expected: Tensor, share: float, size: Tensor | None) -> Tensor:
     """Where values are farther apart than roundings and `share` of `size` allow. Without a size the largest value of a
     result is its size, and few FP8 values may differ."""
-    if not found.is_floating_point() or (found.dtype in FP8_MAX and size is None):
-        return _few_steps(found, expected)
-    one, wanted = found.double(), expected.double()
-    finite = wanted[wanted.isfinite()].abs()
+    if not actual.is_floating_point() or (actual.dtype in FP8_MAX and size is None):
+        return _few_steps(actual, expected)
+    one, target = actual.double(), expected.double()
+    finite = target[target.isfinite()].abs()
     largest = finite.max() if finite.numel() else torch.zeros((), dtype=torch.float64)
-    allowed = _roundings(found.dtype, one, wanted) + share * (largest if size is None else size) + 1e-30
-    wrong = ~(((one - wanted).abs() <= allowed) | (one == wanted) | (one.isnan() & wanted.isnan()))
-    return wrong | _too_many(found, expected) if found.dtype in FP8_MAX else wrong
+    allowed = _roundings(actual.dtype, one, target) + share * (largest if size is None else size) + 1e-30
+    wrong = ~(((one - target).abs() <= allowed) | (one == target) | (one.isnan() & target.isnan()))
+    return wrong | _too_many(actual, expected) if actual.dtype in FP8_MAX else wrong
 
 
-def _roundings(dtype: torch.dtype, found: Tensor, expected: Tensor) -> Tensor:
+def _roundings(dtype: torch.dtype, actual: Tensor, expected: Tensor) -> Tensor:
     """What rounding to a type may be off by: of FP8 one step, of others some."""
     limits = torch.finfo(dtype)
     if dtype in FP8_MAX:
-        return (limits.eps * torch.maximum(found.abs(), expected.abs())).clamp(min=limits.smallest_normal * limits.eps)
+        return (limits.eps * torch.maximum(actual.abs(), expected.abs())).clamp(min=limits.smallest_normal * limits.eps)
     return 8 * limits.eps * expected.abs()
 
 
-def _few_steps(found: Tensor, expected: Tensor) -> Tensor:
+def _few_steps(actual: Tensor, expected: Tensor) -> Tensor:
     """Where codes differ by more than a step, or at all when they are many. Other types than FP8 must be equal."""
-    differ = _same(found, expected)
-    if found.dtype not in FP8_MAX:
+    differ = _same(actual, expected)
+    if actual.dtype not in FP8_MAX:
         return differ
-    return _too_many(found, expected) | (differ & ((_bits(found).int() - _bits(expected).int()).abs() > 1))
+    return _too_many(actual, expected) | (differ & ((_bits(actual).int() - _bits(expected).int()).abs() > 1))
 
 
-def _too_many(found: Tensor, expected: Tensor) -> Tensor:
+def _too_many(actual: Tensor, expected: Tensor) -> Tensor:
     """Where FP8 codes differ if they are many, else nowhere."""
-    differ = _same(found, expected)
+    differ = _same(actual, expected)
     return differ & (differ.sum() > max(2, _FEW * differ.numel()))
 
 
@@ -132,9 +132,9 @@ def _absolute(argument: Any) -> Any:
     return argument
 
 
-def _described(found: Tensor, expected: Tensor, wrong: Tensor) -> str:
+def _described(actual: Tensor, expected: Tensor, wrong: Tensor) -> str:
     where = tuple(wrong.nonzero()[0].tolist())
-    values = [float(t[where]) if t.is_floating_point() else int(t[where]) for t in (found, expected)]
+    values = [float(t[where]) if t.is_floating_point() else int(t[where]) for t in (actual, expected)]
     place = ", ".join(map(str, where))
     return f"{int(wrong.sum())} of {wrong.numel()} values, the first at [{place}]: {values[0]:g} for {values[1]:g}"
 

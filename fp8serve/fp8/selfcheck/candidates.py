@@ -115,8 +115,8 @@ def for_gpu(op: str) -> list[Case]:
 def _named(ops: Any, name: str, *arguments: Any) -> Tensor:
     """scaled_mm by one of GEMMS; of tiles several rows together for one half of the outputs."""
     rows_together = 1 if arguments[-1] == torch.float32 else 4
-    found: Tensor = ops.scaled_mm_by(*arguments, name.removesuffix("_rows"), rows_together)
-    return found
+    output: Tensor = ops.scaled_mm_by(*arguments, name.removesuffix("_rows"), rows_together)
+    return output
 
 
 def _product_cases(name: str) -> list[Case]:
@@ -136,8 +136,8 @@ def _grouped(ops: Any, op: str, cutlass: bool, *arguments: Any) -> Tensor:
     here = arguments[0]
     off = set(ops.gemm_kernels(here, "").split("+")) - {"", "grouped_cutlass"}
     ops.gemm_kernels(here, "+".join(sorted(off | (set() if cutlass else {"grouped_cutlass"}))) or "none")
-    found: Tensor = getattr(ops, op)(*arguments)
-    return found
+    output: Tensor = getattr(ops, op)(*arguments)
+    return output
 
 
 def _attending(ops: Any, kernels: int, q: Tensor, *others: Any) -> Tensor:
@@ -148,10 +148,10 @@ def _attending(ops: Any, kernels: int, q: Tensor, *others: Any) -> Tensor:
     now = off - set(ATTENTION[:kernels]) | set(ATTENTION[kernels:])
     ops.gemm_kernels(q, "+".join(sorted(now)) or "none")
     try:
-        found: Tensor = ops.paged_attention(q, *others)
+        output: Tensor = ops.paged_attention(q, *others)
     finally:
         ops.gemm_kernels(q, "+".join(sorted(off)) or "none")
-    return found
+    return output
 
 
 def _prompts() -> list[Case]:
@@ -183,8 +183,8 @@ def _overlapping(ops: Any, chain: Callable[..., Tensor], *arguments: Any) -> Ten
 def _behind_its_cast(ops: Any, a: Tensor, *others: Any) -> Tensor:
     """The activations are FP8 values already, which a cast by 1 does not change."""
     again, _ = ops.quantize(a.float(), torch.ones((), device=a.device), a.dtype)
-    found: Tensor = ops.scaled_mm(again, *others)
-    return found
+    output: Tensor = ops.scaled_mm(again, *others)
+    return output
 
 
 def _behind_its_keys(ops: Any, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
@@ -194,8 +194,8 @@ def _behind_its_keys(ops: Any, q: Tensor, k: Tensor, v: Tensor, *others: Any) ->
     slots = torch.arange(k.shape[0] * k.shape[1], device=k.device)
     keys, values = torch.zeros_like(k), torch.zeros_like(v)
     ops.write_kv(k.flatten(0, 1), v.flatten(0, 1), keys, values, slots, None, None)
-    found: Tensor = ops.paged_attention(q, keys, values, *others)
-    return found
+    output: Tensor = ops.paged_attention(q, keys, values, *others)
+    return output
 
 
 def _fused_cases() -> list[Case]:

@@ -33,34 +33,34 @@ Progress = Callable[[str], None]
 
 @dataclass
 class _State:
-    """`found`: of every kernel tried so far, None of those that take nothing here."""
+    """`findings`: of every kernel tried so far, None of those that take nothing here."""
 
-    found: dict[str, Finding | None] = field(default_factory=dict)
+    findings: dict[str, Finding | None] = field(default_factory=dict)
     trying: str | None = None
     done: bool = False
 
     @property
     def bad(self) -> list[str]:
-        return [name for name, finding in self.found.items() if finding is not None and finding.state != "agrees"]
+        return [name for name, finding in self.findings.items() if finding is not None and finding.state != "agrees"]
 
 
 def check(device: torch.device, machine: Machine, progress: Progress = lambda name: None) -> Verdict:
     """Tries every kernel of a device. `progress` is told the name of each. Never raises for what a child does."""
     state, end, unfinished = _State(), time.monotonic() + ALL_SECONDS, ""
     while not state.done and not unfinished:
-        before = len(state.found)
+        before = len(state.findings)
         ended = _one_child(device, state, progress, end)
         if not state.done and time.monotonic() >= end:
             unfinished = f"it took longer than {ALL_SECONDS:.0f} s"
-        elif not state.done and len(state.found) == before:
+        elif not state.done and len(state.findings) == before:
             unfinished = f"its process {ended}"
-    kernels = {name: finding for name, finding in state.found.items() if finding is not None}
+    kernels = {name: finding for name, finding in state.findings.items() if finding is not None}
     return Verdict(machine, datetime.now(UTC).isoformat(timespec="seconds"), kernels, unfinished)
 
 
 def _one_child(device: torch.device, state: _State, progress: Progress, end: float) -> str:
     """Runs a child until it ends or has to be ended; returns how that was, in words."""
-    task = {"device": str(device), "known": list(state.found), "off": state.bad}
+    task = {"device": str(device), "known": list(state.findings), "off": state.bad}
     state.trying = None
     with tempfile.TemporaryFile("w+") as errors:
         try:
@@ -74,10 +74,10 @@ def _one_child(device: torch.device, state: _State, progress: Progress, end: flo
             ended = _ended(process, grace=10 if in_time else 0)
         if state.trying is not None and not state.done and time.monotonic() < end:
             hung = Finding("hangs", f"no answer within {KERNEL_SECONDS:.0f} s")
-            state.found[state.trying] = Finding("crashes", f"its process {ended}") if in_time else hung
+            state.findings[state.trying] = Finding("crashes", f"its process {ended}") if in_time else hung
         errors.seek(0)
-        said = errors.read()[-4000:].strip().splitlines()
-        return f"{ended}{f': {said[-1][:200]}' if said else ''}"
+        last_lines = errors.read()[-4000:].strip().splitlines()
+        return f"{ended}{f': {last_lines[-1][:200]}' if last_lines else ''}"
 
 
 def _started(errors: IO[str]) -> subprocess.Popen[str]:
@@ -118,14 +118,16 @@ def _read(output: IO[str], lines: "queue.Queue[str | None]") -> None:
 def _note(line: str, state: _State, progress: Progress) -> None:
     """What a line of the child says; other lines are somebody else's."""
     try:
-        said = json.loads(line)
-        if "trying" in said:
-            state.trying = str(said["trying"])
+        message = json.loads(line)
+        if "trying" in message:
+            state.trying = str(message["trying"])
             progress(state.trying)
-        elif "name" in said:
+        elif "name" in message:
             state.trying = None
-            state.found[str(said["name"])] = Finding(said["state"], said["why"]) if "state" in said else None
-        elif "done" in said:
+            state.findings[str(message["name"])] = (
+                Finding(message["state"], message["why"]) if "state" in message else None
+            )
+        elif "done" in message:
             state.done = True
     except (ValueError, TypeError, KeyError):
         return

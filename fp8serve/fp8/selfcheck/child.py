@@ -48,13 +48,13 @@ def _is_mutable(op: str) -> bool:
 def judged(candidate: Candidate, case: Case, device: str) -> str | None:
     """What is wrong with a kernel's answer. RuntimeError with NOT_FOR_IT when it is none of the kernel's."""
     arguments = moved(case.make(), device)
-    found = list(written(candidate.run(*arguments), arguments, _is_mutable(candidate.op)))
-    return difference(candidate.op, case.make(), found, expected(candidate.op, case))
+    results = list(written(candidate.run(*arguments), arguments, _is_mutable(candidate.op)))
+    return difference(candidate.op, case.make(), results, expected(candidate.op, case))
 
 
 def tried(candidate: Candidate, device: str) -> Finding | None:
     """What a kernel does with at most MOST cases that it takes; None when it takes none."""
-    taken = 0
+    compared = 0
     for case in candidate.cases:
         try:
             wrong = judged(candidate, case, device)
@@ -64,10 +64,10 @@ def tried(candidate: Candidate, device: str) -> Finding | None:
             return Finding("throws", f"{case.name}: {type(thrown).__name__}: {one_line(thrown)}")
         if wrong is not None:
             return Finding("disagrees", f"{case.name}: {wrong}")
-        taken += 1
-        if taken == MOST:
+        compared += 1
+        if compared == MOST:
             break
-    return Finding("agrees") if taken else None
+    return Finding("agrees") if compared else None
 
 
 def main() -> None:
@@ -80,10 +80,10 @@ def main() -> None:
         if candidate.name in known:
             continue
         say(trying=candidate.name)
-        found = tried(candidate, device)
-        say(name=candidate.name, **({} if found is None else {"state": found.state, "why": found.why}))
-        if on_gpu and found is not None and found.state != "agrees":
-            if found.state == "throws":
+        finding = tried(candidate, device)
+        say(name=candidate.name, **({} if finding is None else {"state": finding.state, "why": finding.why}))
+        if on_gpu and finding is not None and finding.state != "agrees":
+            if finding.state == "throws":
                 return
             off.add(candidate.name)
             switch_off(torch.device(device), off)

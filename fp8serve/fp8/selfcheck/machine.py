@@ -55,15 +55,15 @@ def _read(path: str) -> str:
 
 def _gpu_driver() -> str:
     """ "580.65.06", or the CUDA version that it is for."""
-    found = re.search(r"Kernel Module\D*(\d+\.[\d.]+)", _read("/proc/driver/nvidia/version"))
-    return found[1] if found else f"CUDA {'.'.join(map(str, driver_version() or ('?',)))}"
+    match = re.search(r"Kernel Module\D*(\d+\.[\d.]+)", _read("/proc/driver/nvidia/version"))
+    return match[1] if match else f"CUDA {'.'.join(map(str, driver_version() or ('?',)))}"
 
 
 def _cpu_name() -> str:
-    found = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 def _cpu_features() -> str:
-    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
-    return f"features {hashlib.sha256(found[1].encode()).hexdigest()[:8]}" if found else ""
+    match = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    return f"features {hashlib.sha256(match[1].encode()).hexdigest()[:8]}" if match else ""

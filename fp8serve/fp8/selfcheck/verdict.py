@@ -42,7 +42,7 @@ class Verdict:
     @property
     def bad(self) -> dict[str, Finding]:
         """The kernels that are not to run."""
-        return {name: found for name, found in self.kernels.items() if found.state != "agrees"}
+        return {name: finding for name, finding in self.kernels.items() if finding.state != "agrees"}
 
 
 class VerdictError(Exception):
@@ -73,13 +73,13 @@ def load(machine: Machine) -> Verdict | None:
         raise VerdictError(f"{path} does not hold the verdict of a kernel check ({wrong}); it is not used.") from wrong
 
 
-def _parsed(found: Any, machine: Machine) -> Verdict:
-    if (found["format"], found["version"], found["machine"]) != (FORMAT, VERSION, asdict(machine)):
+def _parsed(data: Any, machine: Machine) -> Verdict:
+    if (data["format"], data["version"], data["machine"]) != (FORMAT, VERSION, asdict(machine)):
         raise ValueError("of another format, version or machine")
-    kernels = {str(name): Finding(**entry) for name, entry in found["kernels"].items()}
+    kernels = {str(name): Finding(**entry) for name, entry in data["kernels"].items()}
     if any(entry.state not in get_args(State) for entry in kernels.values()):
         raise ValueError("an unknown state")
-    return Verdict(machine, str(found["date"]), kernels)
+    return Verdict(machine, str(data["date"]), kernels)
 
 
 def save(verdict: Verdict) -> Path:
@@ -87,7 +87,7 @@ def save(verdict: Verdict) -> Path:
     path = path_of(verdict.machine)
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"format": FORMAT, "version": VERSION, "machine": asdict(verdict.machine), "date": verdict.date}
-    content |= {"kernels": {name: asdict(found) for name, found in verdict.kernels.items()}}
+    content |= {"kernels": {name: asdict(data) for name, data in verdict.kernels.items()}}
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
     try:
         with os.fdopen(handle, "w") as file:

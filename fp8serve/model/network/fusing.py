@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fp8serve.fp8.beside import busy
 from fp8serve.fp8.elementwise import gelu_tanh_mul, silu_mul
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.joined import Joined, can_join
 from fp8serve.fp8.replacing import note_replacements
+from fp8serve.fp8.served_adapters import any_active
 from fp8serve.model.config.decoder import Activation
 from fp8serve.model.network.norms import RMSNorm
 
@@ -52,7 +52,7 @@ class Projections:
     def _parts(self, x: Tensor, norm: nn.Module | None) -> Sequence[Tensor]:
         """Through every linear."""
         if self._joined is not None and not torch.is_grad_enabled() and (joined := self._current()) is not None:
-            if busy(joined.layers):
+            if any_active(joined.layers):
                 x = x if norm is None else norm(x)
                 return [_with_adapters(layer, y, x) for layer, y in zip(joined.layers, joined(x), strict=True)]
             weight = norm.fused_weight(x) if type(norm) is RMSNorm else None
@@ -107,7 +107,7 @@ class Projections:
 
 def _with_adapters(layer: FrozenLinear, y: Tensor, x: Tensor) -> Tensor:
     """y [T, N], the layer's output for x [T, K], plus its adapters."""
-    return y if layer.beside is None else layer.beside.add(y.contiguous(), x)
+    return y if layer.adapters is None else layer.adapters.add(y.contiguous(), x)
 
 
 class Ending(NamedTuple):

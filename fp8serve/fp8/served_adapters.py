@@ -9,7 +9,7 @@ Rows that have an adapter are sorted by it and multiplied by `grouped_mm`, one c
 number of adapters. Stacked adapters have the largest rank among them. The others are padded with zeros, which do not
 change a sum's bits, because they come last and sums begin at +0. A row without an adapter is not touched.
 
-`Assignment` says which row has which adapter in the current step. Layers read it (`FrozenLinear.beside`), so the
+`Assignment` says which row has which adapter in the current step. Layers read it (`FrozenLinear.adapters`), so the
 model's code does not deal with adapters.
 """
 
@@ -45,17 +45,17 @@ class Assignment:
     def __init__(self) -> None:
         self._of_rows: Tensor | None = None
         self._of_last: Tensor | None = None
-        self._found: dict[tuple[tuple[int, ...], bool], Rows | None] = {}
+        self._sorted_rows: dict[tuple[tuple[int, ...], bool], Rows | None] = {}
 
     def begin(self, of_rows: Tensor, last: Tensor | None) -> None:
         """of_rows int64 [T], NONE for a row without an adapter; last int64 [R]: the rows that pruned layers see."""
-        self._of_rows, self._found = of_rows, {}
+        self._of_rows, self._sorted_rows = of_rows, {}
         self._of_last = of_rows if last is None else of_rows[last]
 
     def end(self) -> None:
         """The step is over: no row has an adapter."""
         self._of_rows = self._of_last = None
-        self._found = {}
+        self._sorted_rows = {}
 
     @property
     def active(self) -> bool:
@@ -65,10 +65,10 @@ class Assignment:
         """The rows of the adapters with these numbers; None where there are none. Layers with equal adapters share
         them."""
         key = numbers, is_pruned
-        if key not in self._found:
+        if key not in self._sorted_rows:
             of_rows = self._of_last if is_pruned else self._of_rows
-            self._found[key] = None if of_rows is None else _sorted(of_rows, numbers)
-        return self._found[key]
+            self._sorted_rows[key] = None if of_rows is None else _sorted(of_rows, numbers)
+        return self._sorted_rows[key]
 
 
 def _sorted(of_rows: Tensor, numbers: tuple[int, ...]) -> Rows | None:
@@ -93,7 +93,7 @@ class Part:
     factor: Tensor | None = None
 
 
-class Beside:
+class ServedAdapters:
     """The adapters of one linear, by their numbers. is_pruned: the layer sees no rows but those with logits."""
 
     def __init__(self, assignment: Assignment, parts: dict[int, Part], bias: Tensor | None, *, is_pruned: bool) -> None:
@@ -107,12 +107,12 @@ class Beside:
         self._one, self._ones = torch.ones((), device=device), torch.ones(len(every), device=device)
         factors = [part.factor for part in every]
         self._is_dora = torch.tensor([factor is not None for factor in factors], device=device)
-        found = next((factor for factor in factors if factor is not None), None)
-        one = None if found is None else torch.ones_like(found)
+        first = next((factor for factor in factors if factor is not None), None)
+        one = None if first is None else torch.ones_like(first)
         self._factor = None if one is None else torch.stack([one if f is None else f for f in factors])
 
     @property
-    def is_busy(self) -> bool:
+    def is_active(self) -> bool:
         """Whether a row of this step has one of these adapters."""
         return self._assignment.active and self._rows() is not None
 
@@ -162,16 +162,13 @@ def factor_of(base: nn.Module, a: Tensor, b: Tensor, scaling: float, magnitude: 
     return magnitude / row_norms(base, squared_norms(base), a, b, scaling)
 
 
-def attach(linear: nn.Module, beside: Beside | None) -> None:
+def attach(linear: nn.Module, adapters: ServedAdapters | None) -> None:
     """From now on the layer adds these; None: nothing. The layer is a FrozenLinear, an OwnLinear or a
     RowIndependent."""
-    linear.beside = beside  # type: ignore[assignment]  # a class attribute of all three
+    linear.adapters = adapters  # type: ignore[assignment]  # a class attribute of all three
 
 
-def busy(linears: Sequence[nn.Module]) -> bool:
+def any_active(linears: Sequence[nn.Module]) -> bool:
     """Whether one of these layers (of the kinds that `attach` takes) adds something in this step."""
-    for linear in linears:
-        found: Beside | None = linear.beside  # type: ignore[assignment]
-        if found is not None and found.is_busy:
-            return True
-    return False
+    adapters: Sequence[ServedAdapters | None] = [linear.adapters for linear in linears]  # type: ignore[misc]
+    return any(one is not None and one.is_active for one in adapters)
