@@ -1,8 +1,7 @@
 // Hopper: wgmma with TMA and warp specialisation (SASS: QGMMA).
 //
 // Hopper's tensor cores keep about 14 bits of an FP8 sum. These kernels move partial sums to FP32 registers
-// every 128 of K ("accurate"), always: the second set of accumulators is why a consumer warpgroup takes no
-// more than 64 x 192. A fast mode (larger tiles, sums left in the tensor core) is a known 5-10 % for forward
+// every 128 of K ("accurate"), always. A fast mode (larger tiles, sums left in the tensor core) is a known 5-10 % for forward
 // passes and was left out: every sum is an FP32 sum (docs/cuda.md, Choices).
 #include "cuda/gemm_grouped_cutlass.h"
 
@@ -22,12 +21,6 @@ struct Medium {  // two consumer warpgroups share a tile; two tiles share the co
   using GroupedSchedule = cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperative;
   using GroupedBlockSchedule = cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperativeFP8Blockwise;
   using GroupedEpilogueSchedule = cutlass::epilogue::PtrArrayTmaWarpSpecializedCooperative;
-};
-
-struct Large : Medium {  // more products per byte read from shared memory
-  static constexpr auto kTile = fp8serve::Tile::large;
-  using Tile = Shape<_128, _192, _128>;
-  using CtaTile = Tile;
 };
 
 struct Small {  // each consumer warpgroup has a tile of its own and hides the other's epilogue
@@ -82,10 +75,10 @@ bool gemm_sm90_outside(const Gemm& g, TileChoice choice, const OnDevice& device,
   if (!scaled_outside(g)) return false;
   return (g.m <= kThinRows &&
           answer<e4m3, e4m3, bf16, 0, Thin128, Thin64, Thin32>(g, choice, device, allocator)) ||
-         answer<e4m3, e4m3, bf16, 0, Large, Medium, Small>(g, choice, device, allocator) ||
-         answer<e5m2, e4m3, bf16, 0, Large, Medium, Small>(g, choice, device, allocator) ||
+         answer<e4m3, e4m3, bf16, 0, Medium, Small>(g, choice, device, allocator) ||
+         answer<e5m2, e4m3, bf16, 0, Medium>(g, choice, device, allocator) ||
          answer<e4m3, e4m3, fp32, 0, Medium>(g, choice, device, allocator) ||
-         answer<e5m2, e4m3, fp32, 0, Large, Medium, Small>(g, choice, device, allocator) ||
+         answer<e5m2, e4m3, fp32, 0, Medium>(g, choice, device, allocator) ||
          answer<e4m3, e5m2, bf16, 0, Medium>(g, choice, device, allocator) ||
          answer<e4m3, e5m2, fp32, 0, Medium>(g, choice, device, allocator) ||
          answer<e4m3, e4m3, e4m3, 0, Medium, Small>(g, choice, device, allocator);
