@@ -84,7 +84,7 @@ def kernel_checks(progress: Callable[[str], None] | None) -> tuple[list[dict[str
             selfcheck.switch_off(device, verdict.bad)
             wrong.append(selfcheck.sentence(verdict))
         if verdict is not None and verdict.unfinished:
-            wrong.append(f"The check of the kernels on {machine.name} did not come to its end: {verdict.unfinished}.")
+            wrong.append(f"The check of the kernels on {machine.name} did not finish: {verdict.unfinished}.")
         kernels = {} if verdict is None else {name: finding.text() for name, finding in verdict.kernels.items()}
         date = None if verdict is None else verdict.date
         found.append({"device": str(device), "name": machine.name, "date": date, "kernels": kernels})

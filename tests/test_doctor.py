@@ -230,4 +230,4 @@ def test_a_check_that_could_not_run_is_a_problem(
 ) -> None:
     checked(monkeypatch, unfinished="its process cannot be started (no memory)")
     assert main(["doctor", "--check", "--data-dir", str(tmp_path)]) == 1
-    assert "did not come to its end: its process cannot be started (no memory)." in capsys.readouterr().out
+    assert "did not finish: its process cannot be started (no memory)." in capsys.readouterr().out

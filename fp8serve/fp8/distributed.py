@@ -1,11 +1,11 @@
 """What delayed scaling needs from torch.distributed: one MAX over everything that was staged.
 
 There is one collective per update, whatever the number of layers: one when the outermost `autocast` ends and one when
-the backward pass ends. It reduces a vector with a place for every module of the session (session.py), whose length the
-ranks agree on (`Attendance`). So the ranks cannot disagree about the vector: not when a module did not run on one of
-them, not when one rank has already garbage-collected a discarded model and another has not, and not when only one makes
-copies. They must have made the session's modules in the same order; copies have their own places. A module beyond the
-agreed length keeps its staged amax until the next collective, which is long enough.
+the backward pass ends. It reduces a vector with a position for every module of the session (session.py), whose length
+the ranks agree on (`Attendance`). So the ranks cannot disagree about the vector: not when a module did not run on one
+of them, not when one rank has already garbage-collected a discarded model and another has not, and not when only one
+makes copies. They must have made the session's modules in the same order; copies have their own positions. A module
+beyond the agreed length keeps its staged amax until the next collective, which is long enough.
 
 A rank on which *nothing* ran in FP8 takes part in the forward pass's collective through its `autocast`, but it has no
 backward pass and so does not know that the others are in theirs. The forward collective therefore also says whether
@@ -16,11 +16,11 @@ earlier.
 Two rows of WIDTH numbers, the header of each rank, travel with every collective, and their maxima come back:
 
     [this rank expects a backward pass, it expects none, this is the end of a context, of a backward pass]
-    [one more than the highest place that ever staged an amax here, 0, 0, 0]
+    [one more than the highest position that ever staged an amax here, 0, 0, 0]
 
 So no rank decides about a collective by what it knows alone. The maxima apply from the next collective on, on all ranks
 alike; on a GPU they are read then, long after they have arrived. Only the first collective is waited for. It shows at
-once whether a model has more than MIN_PLACES modules, so that no rank leaves any of them out of its first update.
+once whether a model has more than MIN_POSITIONS modules, so that no rank leaves any of them out of its first update.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,10 +32,10 @@ from torch import Tensor
 
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed, one_per_tensor
-from fp8serve.fp8.scaling import Direction, Line, Scaled
+from fp8serve.fp8.scaling import Direction, Order, Scaled
 from fp8serve.fp8.torch_private import copy_each
 
-MIN_PLACES = 1024
+MIN_POSITIONS = 1024
 WIDTH = 4  # numbers of a row; tensors that a module stages in one pass, at most
 HEADER = 2  # rows
 
@@ -47,28 +47,29 @@ def header(direction: Literal["forward", "backward"], expecting: bool, reach: in
 
 
 class Attendance:
-    """Whether all ranks of a group have the same passes, and how many places they reduce, according to their headers.
+    """Whether all ranks of a group have the same passes, and how many positions they reduce, according to their
+    headers.
 
     From the first context for which only some ranks have a backward pass, the reduction of gradients is `deferred`, on
-    all ranks alike. `places` grows to the next power of two, for the steps that follow.
+    all ranks alike. `positions` grows to the next power of two, for the steps that follow.
     """
 
     def __init__(self) -> None:
-        self.places = MIN_PLACES
+        self.positions = MIN_POSITIONS
         self._deferred = False
         self._reach = 0
         self._first = True
         self._pending: list[tuple[Tensor, Any]] = []  # headers, each with the moment of its arrival if it is on a GPU
 
     def short(self, headers: Tensor) -> bool:
-        """Whether the first collective must be repeated over more places; waits for its result, once."""
+        """Whether the first collective must be repeated over more positions; waits for its result, once."""
         if not self._first:
             return False
         self._first = False
-        before = self.places
+        before = self.positions
         self._reach = int(headers[1, 0])
         self._grow()
-        return self.places > before
+        return self.positions > before
 
     def note(self, headers: Tensor) -> None:
         """Take in the maxima of the headers; on a GPU without waiting for them, so they are looked at later."""
@@ -90,8 +91,8 @@ class Attendance:
         return self._deferred
 
     def _grow(self) -> None:
-        while self.places < self._reach:
-            self.places *= 2
+        while self.positions < self._reach:
+            self.positions *= 2
 
     def _listen(self) -> None:
         pending, self._pending = self._pending, []
@@ -100,9 +101,9 @@ class Attendance:
                 arrival.synchronize()
             self._take_in(*header.tolist())
 
-    def _take_in(self, passes: list[float], places: list[float]) -> None:
+    def _take_in(self, passes: list[float], positions: list[float]) -> None:
         back, none, ended_context, ended_pass = (value > 0 for value in passes)
-        self._reach = max(self._reach, int(places[0]))
+        self._reach = max(self._reach, int(positions[0]))
         if ended_context and ended_pass:
             raise RecipeError(
                 "Some ranks were in a backward pass and others at the end of an autocast: a rank that ran FP8 "
@@ -122,64 +123,64 @@ def reduce_staged(
     """Raise every staging slot of the `living` modules to the maximum over the ranks of `group`, in one collective.
 
     own_header: this rank's, [HEADER][WIDTH]; `attendance` receives those of all ranks. Returns the modules that have
-    states and a place that was reduced. A module that ran only on other ranks gets its states here, so all ranks keep
-    equal scales. An infinite amax on one rank is infinite on all, so all ranks drop that step alike.
+    states and a position that was reduced. A module that ran only on other ranks gets its states here, so all ranks
+    keep equal scales. An infinite amax on one rank is infinite on all, so all ranks drop that step alike.
     """
     modules = list(living)
-    rows, headers = _reduced(modules, attendance.places, direction, group, own_header)
+    rows, headers = _reduced(modules, attendance.positions, direction, group, own_header)
     if attendance.short(headers):
-        rows, headers = _reduced(modules, attendance.places, direction, group, own_header)
+        rows, headers = _reduced(modules, attendance.positions, direction, group, own_header)
     attendance.note(headers)
-    modules = _placed(modules, attendance.places)
-    _prepare_strangers(modules, rows, attendance.places, recipe)
+    modules = _placed(modules, attendance.positions)
+    _prepare_strangers(modules, rows, attendance.positions, recipe)
     present = [m for m in modules if m.scaling]
     if present:
-        copy_each(_slots(present, direction), rows[_cells(present, direction, attendance.places)].unbind())
+        copy_each(_slots(present, direction), rows[_cells(present, direction, attendance.positions)].unbind())
     return present
 
 
-def _prepare_strangers(modules: Sequence[Scaled], rows: Tensor, places: int, recipe: DelayedScaling) -> None:
+def _prepare_strangers(modules: Sequence[Scaled], rows: Tensor, positions: int, recipe: DelayedScaling) -> None:
     """Give states to the modules that have none but ran on another rank."""
     strangers = [m for m in modules if not m.scaling]
     if strangers:  # only for these the values are read, which synchronises with a GPU
-        ran = rows[_rows(strangers, places)].any(1).tolist()
+        ran = rows[_rows(strangers, positions)].any(1).tolist()
         for module in (m for m, yes in zip(strangers, ran, strict=True) if yes):
             module.prepare(recipe.amax_history_len)
 
 
 def _reduced(
-    modules: Sequence[Scaled], places: int, direction: Direction, group: Any, own_header: list[list[float]]
+    modules: Sequence[Scaled], positions: int, direction: Direction, group: Any, own_header: list[list[float]]
 ) -> tuple[Tensor, Tensor]:
-    """The maxima over the ranks, FP32 [lines * places, WIDTH], and of the headers, [HEADER, WIDTH].
+    """The maxima over the ranks, FP32 [orders * positions, WIDTH], and of the headers, [HEADER, WIDTH].
 
     A module's row is zero where it staged nothing.
     """
-    staged = torch.zeros(len(Line) * places + HEADER, WIDTH, device=_device(modules, group))
+    staged = torch.zeros(len(Order) * positions + HEADER, WIDTH, device=_device(modules, group))
     staged[-HEADER:] = torch.tensor(own_header)
-    present = [m for m in _placed(modules, places) if m.scaling]
+    present = [m for m in _placed(modules, positions) if m.scaling]
     if present:
-        staged[_cells(present, direction, places)] = torch.stack(_slots(present, direction))
+        staged[_cells(present, direction, positions)] = torch.stack(_slots(present, direction))
     dist.all_reduce(staged, op=dist.ReduceOp.MAX, group=group)
     return staged[:-HEADER], staged[-HEADER:]
 
 
-def _placed(modules: Sequence[Scaled], places: int) -> list[Scaled]:
-    """Those that have a row among so many places."""
-    return [m for m in modules if m.place.number < places]
+def _placed(modules: Sequence[Scaled], positions: int) -> list[Scaled]:
+    """Those that have a row among so many positions."""
+    return [m for m in modules if m.position.number < positions]
 
 
 def _slots(modules: Sequence[Scaled], direction: Direction) -> list[Tensor]:
     return [m.scaling[name].amax_history[0] for m in modules for name in m.tensors[direction]]
 
 
-def _rows(modules: Sequence[Scaled], places: int) -> list[int]:
-    return [m.place.line * places + m.place.number for m in modules]
+def _rows(modules: Sequence[Scaled], positions: int) -> list[int]:
+    return [m.position.order * positions + m.position.number for m in modules]
 
 
-def _cells(modules: Sequence[Scaled], direction: Direction, places: int) -> tuple[list[int], list[int]]:
+def _cells(modules: Sequence[Scaled], direction: Direction, positions: int) -> tuple[list[int], list[int]]:
     """Row and column of every slot."""
     columns = [range(len(m.tensors[direction])) for m in modules]
-    cells = [(row, c) for row, cs in zip(_rows(modules, places), columns, strict=True) for c in cs]
+    cells = [(row, c) for row, cs in zip(_rows(modules, positions), columns, strict=True) for c in cs]
     return [row for row, _ in cells], [column for _, column in cells]
 
 

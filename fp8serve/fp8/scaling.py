@@ -81,17 +81,17 @@ class ScalingState:
             setattr(self, name, getattr(self, name).to(device))
 
 
-class Line(IntEnum):
-    """The two orders of a session's places."""
+class Order(IntEnum):
+    """The two orders of a session's positions."""
 
-    MADE = 0
+    CREATED = 0
     COPIED = 1
 
 
-class Place(NamedTuple):
-    """Where a module stands in its session: on which line, and at which number."""
+class Position(NamedTuple):
+    """Where a module stands in its session: in which order, and at which number."""
 
-    line: Line
+    order: Order
     number: int
 
 
@@ -101,7 +101,7 @@ class Scaled(Protocol):
 
     key: int  # stands for the module in graphs (session.py)
     session: Any  # the Session that it is in (session.py)
-    place: Place
+    position: Position
     tensors: ClassVar[dict[Direction, tuple[str, ...]]]  # which are staged in which pass
     scaling: dict[str, ScalingState]
     is_evaluated: bool  # it has run with the scales that it had, recording nothing

@@ -5,12 +5,12 @@
     with autocast(recipe=recipe, session=own):            # reduces only its modules over the process group
 
 Without a process group a session decides nothing: a step updates the modules that ran in it. Over a group the ranks
-must agree on each amax's place in the one vector that they reduce, even a rank on which nothing ran and whose context
-names no model. So there is one common session per process, and its modules are ordered by their creation. It has a
-second line for copies, because often only one rank makes a copy, for example for evaluation: such copies do not move
-the places of other modules. If ranks have made different numbers of copies, the common session cannot match them up; a
-session that the model owns can. There a module's place is its place in the model. A copy of such a model has its own
-session, which takes no part in the collectives of other models.
+must agree on each amax's position in the one vector that they reduce, even a rank on which nothing ran and whose
+context names no model. So there is one common session per process, and its modules are ordered by their creation. It
+has a second order for copies, because often only one rank makes a copy, for example for evaluation: such copies do not
+move the positions of other modules. If ranks have made different numbers of copies, the common session cannot match
+them up; a session that the model owns can. There a module's position is its position in the model. A copy of such a
+model has its own session, which takes no part in the collectives of other models.
 
 A session holds its modules weakly, and they hold it, so it is freed with them. Process groups it holds weakly, too:
 `destroy_process_group` can only end the threads and connections of a group that nothing refers to. A gloo thread that
@@ -29,7 +29,7 @@ from torch import nn
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.distributed import Attendance, several
 from fp8serve.fp8.recipe import DelayedScaling
-from fp8serve.fp8.scaling import Line, Place, Scaled
+from fp8serve.fp8.scaling import Order, Position, Scaled
 
 T = TypeVar("T")
 
@@ -131,14 +131,14 @@ class Numbered(NamedTuple):
 class Session:
     """The scaled modules of one model, whose amaxes are reduced together over a process group.
 
-    model: its FP8 modules leave the session that they were in; their places are those in `model.modules()`. The model
-    owns the session from then on, and a copy of the model (`copy.deepcopy`, pickle) owns a new one: `Session.of(copy)`.
-    RecipeError if the model has no FP8 modules.
+    model: its FP8 modules leave the session that they were in; their positions are those in `model.modules()`. The
+    model owns the session from then on, and a copy of the model (`copy.deepcopy`, pickle) owns a new one:
+    `Session.of(copy)`. RecipeError if the model has no FP8 modules.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        self._modules: WeakValueDictionary[Place, Scaled] = WeakValueDictionary()
-        self._enrolled = dict.fromkeys(Line, 0)
+        self._modules: WeakValueDictionary[Position, Scaled] = WeakValueDictionary()
+        self._enrolled = dict.fromkeys(Order, 0)
         self._rules: WeakValueDictionary[int, Rule] = WeakValueDictionary()
         self._latest: Numbered | None = None
         self._recent: deque[Rule] = deque(maxlen=REMEMBERED)  # a step then has the rule of the step before
@@ -146,7 +146,7 @@ class Session:
         self._lock = threading.RLock()
         self.attendance: WeakKeyDictionary[Any, Attendance] = WeakKeyDictionary()  # by process group
         self.held: Any = None  # the steps.Held that takes what ends, while one update is made of several passes
-        self.reach = 0  # one more than the highest place, in either line, that ever staged an amax
+        self.reach = 0  # one more than the highest position, in either order, that ever staged an amax
         if model is not None:
             self._take_over(model)
 
@@ -156,7 +156,7 @@ class Session:
             raise RecipeError(f"This {type(model).__name__} has no FP8 modules to make a session of; convert it first.")
         for module in modules:
             module.session.leave(module)
-            module.session, module.place = self, self.enroll(module)
+            module.session, module.position = self, self.enroll(module)
 
     @staticmethod
     def of(model: nn.Module) -> "Session":
@@ -166,39 +166,39 @@ class Session:
             raise RecipeError(f"This model's FP8 modules have {len(sessions)} sessions; make one: Session(model).")
         return next(iter(sessions.values()))
 
-    def enroll(self, module: Scaled, line: Line = Line.MADE) -> Place:
-        """Give a module the next place of a line."""
+    def enroll(self, module: Scaled, order: Order = Order.CREATED) -> Position:
+        """Give a module the next position of an order."""
         with self._lock:
-            place = Place(line, self._enrolled[line])
-            self._enrolled[line] += 1
-            self._modules[place] = module
-        return place
+            position = Position(order, self._enrolled[order])
+            self._enrolled[order] += 1
+            self._modules[position] = module
+        return position
 
-    def copied(self, module: Scaled) -> Place:
-        """Add a copied module, at its original's place in the copied session if that place is free."""
-        place = module.place
+    def copied(self, module: Scaled) -> Position:
+        """Add a copied module, at its original's position in the copied session if that position is free."""
+        position = module.position
         with self._lock:
-            if place in self._modules:  # a shallow copy, which has its original's session
-                return self.enroll(module, Line.COPIED)
-            self._modules[place] = module
-            self._enrolled[place.line] = max(self._enrolled[place.line], place.number + 1)
-        return place
+            if position in self._modules:  # a shallow copy, which has its original's session
+                return self.enroll(module, Order.COPIED)
+            self._modules[position] = module
+            self._enrolled[position.line] = max(self._enrolled[position.line], position.number + 1)
+        return position
 
     def leave(self, module: Scaled) -> None:
-        """Forget a module; its place stays empty."""
+        """Forget a module; its position stays empty."""
         with self._lock:
-            self._modules.pop(module.place, None)
+            self._modules.pop(module.position, None)
 
     def living(self) -> list[Scaled]:
-        """All modules that exist, by place."""
+        """All modules that exist, by position."""
         with self._lock:
             return [module for _, module in sorted(self._modules.items(), key=lambda item: item[0])]
 
     def staged(self, module: Scaled) -> None:
         """Note that a module has staged an amax."""
-        if module.place.number >= self.reach:
+        if module.position.number >= self.reach:
             with self._lock:
-                self.reach = max(self.reach, module.place.number + 1)
+                self.reach = max(self.reach, module.position.number + 1)
 
     def rule(self, recipe: DelayedScaling, group: Any) -> Numbered:
         """The rule of a recipe and a group; an existing equal one if there is any. The caller must hold it to keep it
@@ -230,9 +230,9 @@ class Session:
 class _Common(Session):
     """The session of all modules whose model owns none."""
 
-    def copied(self, module: Scaled) -> Place:
-        """Copies have a line of their own."""
-        return self.enroll(module, Line.COPIED)
+    def copied(self, module: Scaled) -> Position:
+        """Copies have an order of their own."""
+        return self.enroll(module, Order.COPIED)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return common, ()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
-from fp8serve.fp8.scaling import FIELDS, Direction, Place, ScalingState
+from fp8serve.fp8.scaling import FIELDS, Direction, Position, ScalingState
 from fp8serve.fp8.selfcheck import prepare_device
 from fp8serve.fp8.session import MODULES, Session, common
 
@@ -36,21 +36,21 @@ class Stateful(nn.Module):
     tensors: ClassVar[dict[Direction, tuple[str, ...]]]  # which are staged in which pass
     key: int  # its number in this process, for graphs
     session: Session
-    place: Place  # in the session
+    position: Position  # in the session
     scaling: dict[str, ScalingState]
     is_evaluated: bool
 
     def _begin(self) -> None:
         self.key = MODULES.add(self)
         self.session = common()
-        self.place = self.session.enroll(self)
+        self.position = self.session.enroll(self)
         self.scaling = {}
         self.is_evaluated = False
 
-    def __setstate__(self, state: dict[str, Any]) -> None:  # a copy has its own place and its own states
+    def __setstate__(self, state: dict[str, Any]) -> None:  # a copy has its own position and its own states
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.key = MODULES.add(self)
-        self.place = self.session.copied(self)
+        self.position = self.session.copied(self)
         self.is_evaluated = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

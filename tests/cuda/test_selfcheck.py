@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from fp8serve.fp8.ops import OPS, cases, compiled_for, reference
-from fp8serve.fp8.selfcheck.candidates import GEMMS, MOST, TILES, on_gpu
+from fp8serve.fp8.selfcheck.candidates import GEMMS, MOST, OVERLAP, TILES, on_gpu, switch_products_off
 from fp8serve.fp8.selfcheck.child import tried
-from fp8serve.fp8.selfcheck.switching import OVERLAP, switch_products_off
 from fp8serve.fp8.selfcheck.verdict import Finding
 from tests.cuda import emulated
 from tests.cuda.accumulation import assert_within_accumulation

@@ -18,8 +18,7 @@ from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.ops import reference, registry
 from fp8serve.fp8.selfcheck import Finding, Machine, Verdict, VerdictError, checking, verdict
 from fp8serve.fp8.selfcheck.agreement import difference
-from fp8serve.fp8.selfcheck.candidates import CAPS, candidates, spread
-from fp8serve.fp8.selfcheck.switching import switch_off
+from fp8serve.fp8.selfcheck.candidates import CAPS, candidates, spread, switch_off
 from tests.fp8 import broken_kernel
 from tests.fp8.broken_kernel import OP, OTHERS
 
@@ -341,7 +340,7 @@ def test_a_verdict_that_cannot_be_kept_still_holds(
     selfcheck.prepare_device(GPU)
     assert seen == ["checked cuda:0", "quantize"]
     messages = [record.message for record in said.records]
-    assert any("cannot be kept" in message for message in messages)
+    assert any("cannot be stored" in message for message in messages)
     assert messages[-1].startswith("1 kernel is switched off")
 
 
@@ -354,7 +353,7 @@ def test_an_unfinished_check_is_announced_used_and_not_kept(
     selfcheck.prepare_device(GPU)
     assert seen == ["checked cuda:0", "quantize"]
     assert said.records[0].message == (
-        "The check of the kernels on Test 1 did not come to its end: it took longer than 900 s; kernels that it has not"
+        "The check of the kernels on Test 1 did not finish: it took longer than 900 s; kernels that it has not"
         " tried are used."
     )
     assert verdict.load(found.machine) is None
@@ -369,7 +368,7 @@ def test_a_gpu_on_which_no_check_can_run_is_used_all_the_same(
     monkeypatch.setattr(selfcheck, "machine_of", lambda device: machine())
     selfcheck.prepare_device(GPU)
     assert len(said.records) == 1
-    assert "did not come to its end: its process ended with status 1: " in said.records[0].message
+    assert "did not finish: its process ended with status 1: " in said.records[0].message
 
 
 def test_an_error_of_the_check_itself_keeps_nobody_from_computing(

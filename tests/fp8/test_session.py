@@ -47,7 +47,7 @@ def test_a_session_holds_the_modules_of_its_model_in_their_order() -> None:
     made_last_first = [Linear(8, 8) for _ in range(3)][::-1]
     session = Session(nn.Sequential(*made_last_first))
     assert session.living() == made_last_first
-    assert [m.place.number for m in made_last_first] == [0, 1, 2]
+    assert [m.position.number for m in made_last_first] == [0, 1, 2]
     assert not set(common().living()) & set(made_last_first)
 
 
@@ -150,7 +150,7 @@ def test_a_copy_has_states_of_its_own_and_goes_on_alike(make: Callable[[Any], An
     its = Session.of(twin)
     assert (its is common()) is not owning
     assert its is not session
-    assert [m.place.number for m in its.living()[-2:]] == [m.place.number for m in (twin[0], twin[2])]
+    assert [m.position.number for m in its.living()[-2:]] == [m.position.number for m in (twin[0], twin[2])]
     step(twin, its if owning else None, magnitude=9.0)
     assert equal(everything(original), before)
     step(original, session, magnitude=9.0)
@@ -160,8 +160,8 @@ def test_a_copy_has_states_of_its_own_and_goes_on_alike(make: Callable[[Any], An
 def test_copies_in_the_common_session_stand_apart_from_what_is_made() -> None:
     layer = Linear(8, 8)
     copies = [copy.deepcopy(layer) for _ in range(3)]
-    assert Linear(8, 8).place.number == layer.place.number + 1
-    assert {c.place.line for c in copies} != {layer.place.line}
+    assert Linear(8, 8).position.number == layer.position.number + 1
+    assert {c.position.order for c in copies} != {layer.position.order}
 
 
 def test_a_shallow_copy_does_not_take_the_place_of_its_original() -> None:

@@ -98,7 +98,7 @@ def test_threads_may_run_one_model_without_gradients(hasty: None) -> None:
 def test_modules_made_in_threads_have_places_of_their_own(hasty: None) -> None:
     made: list[Linear] = []
     together(*(lambda: made.extend(Linear(2, 2) for _ in range(200)) for _ in range(4)))
-    assert len({m.place for m in made}) == len({m.key for m in made}) == 800
+    assert len({m.position for m in made}) == len({m.key for m in made}) == 800
 
 
 def test_rules_made_in_threads_do_not_meet(hasty: None) -> None:

@@ -1,9 +1,9 @@
 """The kernels of this machine, checked against the reference before they are trusted.
 
-`prepare_device(device)` is called by whoever is about to compute on a device. On a GPU that nobody has used with this
-driver and library before it runs the check (checking.py) and keeps the verdict (verdict.py); then, and on a CPU where
-somebody has run `fp8serve doctor --check`, kernels that were found wrong are switched off (switching.py), with one
-warning. What keeps a check from running is announced and keeps nobody from computing.
+Every module that computes on a device first calls `prepare_device(device)`. On a GPU that was never used with this
+driver and library, it runs the check (checking.py) and stores the verdict (verdict.py). Then, and on a CPU on which
+`fp8serve doctor --check` has run, wrong kernels are switched off (candidates.py), with one warning. If the check cannot
+run, a warning is logged and all kernels are used.
 """
 
 import fcntl
@@ -18,10 +18,19 @@ import torch
 from fp8serve.errors import one_line
 from fp8serve.fp8.cuda_library import check_gpu
 from fp8serve.fp8.selfcheck import checking
+from fp8serve.fp8.selfcheck.candidates import switch_off
 from fp8serve.fp8.selfcheck.checking import Progress
-from fp8serve.fp8.selfcheck.machine import Machine, machine_of
-from fp8serve.fp8.selfcheck.switching import switch_off
-from fp8serve.fp8.selfcheck.verdict import Finding, Verdict, VerdictError, folder, load, path_of, save
+from fp8serve.fp8.selfcheck.verdict import (
+    Finding,
+    Machine,
+    Verdict,
+    VerdictError,
+    folder,
+    load,
+    machine_of,
+    path_of,
+    save,
+)
 
 __all__ = [
     "Finding",
@@ -43,7 +52,7 @@ _lock = threading.Lock()
 
 
 def prepare_device(device: torch.device) -> None:
-    """Has this process run no kernel on `device` that was found wrong there. MachineError as `check_gpu`."""
+    """Switches off, in this process, every kernel that failed the check on `device`. MachineError as `check_gpu`."""
     check_gpu(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -52,7 +61,7 @@ def prepare_device(device: torch.device) -> None:
             _prepared.add(str(device))
             try:
                 _prepare(device)
-            except Exception as failed:  # whatever it is, a check must not keep anybody from computing
+            except Exception as failed:  # whatever it is, computing must go on
                 why = one_line(failed)
                 log.warning("The kernels on %s could not be checked (%s); all of them are used.", device, why)
 
@@ -76,7 +85,7 @@ def apply(device: torch.device, verdict: Verdict | None) -> None:
 
 
 def stored_verdict(machine: Machine) -> Verdict | None:
-    """The verdict that is kept for a machine. A file that cannot be read is announced, and as good as none."""
+    """The stored verdict for a machine, or None. Logs a warning if the file cannot be read."""
     try:
         return load(machine)
     except VerdictError as wrong:
@@ -87,13 +96,13 @@ def stored_verdict(machine: Machine) -> Verdict | None:
 
 
 def examine(device: torch.device, machine: Machine, progress: Progress = lambda name: None) -> Verdict:
-    """Checks every kernel of a device and keeps the verdict; what is in the way of either is announced."""
+    """Checks every kernel of a device and stores the verdict; logs a warning if either is impossible."""
     if device.type == "cuda":
         log.info("Checking the kernels on %s, once for this GPU, driver and library...", machine.name)
     verdict = checking.check(device, machine, progress)
     if verdict.unfinished:
         log.warning(
-            "The check of the kernels on %s did not come to its end: %s; kernels that it has not tried are used.",
+            "The check of the kernels on %s did not finish: %s; kernels that it has not tried are used.",
             machine.name,
             verdict.unfinished,
         )
@@ -102,7 +111,7 @@ def examine(device: torch.device, machine: Machine, progress: Progress = lambda 
         save(verdict)
     except (OSError, RuntimeError) as wrong:
         log.warning(
-            "The verdict on the kernels of %s cannot be kept (%s); it holds for this process.",
+            "The verdict on the kernels of %s cannot be stored (%s); it holds for this process.",
             machine.name,
             one_line(wrong),
         )
@@ -111,7 +120,7 @@ def examine(device: torch.device, machine: Machine, progress: Progress = lambda 
 
 def sentence(verdict: Verdict) -> str:
     """The warning about kernels that are off."""
-    names = ", ".join(f"{name} ({found.state})" for name, found in sorted(verdict.bad.items()))
+    names = ", ".join(f"{name} ({finding.state})" for name, finding in sorted(verdict.bad.items()))
     count, day = len(verdict.bad), verdict.date[:10]
     are, them = ("kernel is", "it") if count == 1 else ("kernels are", "them")
     return (

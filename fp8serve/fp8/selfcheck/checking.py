@@ -21,8 +21,7 @@ from typing import IO
 
 import torch
 
-from fp8serve.fp8.selfcheck.machine import Machine
-from fp8serve.fp8.selfcheck.verdict import Finding, Verdict
+from fp8serve.fp8.selfcheck.verdict import Finding, Machine, Verdict
 from fp8serve.processes import module_command, module_path
 
 CHILD = module_command("fp8serve.fp8.selfcheck.child")

@@ -18,8 +18,7 @@ from torch import Tensor
 from fp8serve.errors import one_line
 from fp8serve.fp8.ops.registry import Case, reference
 from fp8serve.fp8.selfcheck.agreement import difference, written
-from fp8serve.fp8.selfcheck.candidates import MOST, NOT_FOR_IT, Candidate, candidates
-from fp8serve.fp8.selfcheck.switching import OVERLAP, switch_off
+from fp8serve.fp8.selfcheck.candidates import MOST, NOT_FOR_IT, OVERLAP, Candidate, candidates, switch_off
 from fp8serve.fp8.selfcheck.verdict import Finding
 
 
