@@ -96,9 +96,7 @@ demo: setup ## the whole main job, offline: calibrate, serve, fine-tune over HTT
 	$(BIN)/fp8serve demo $(DEMO_ARGS)
 
 test: setup ## the tests that a person waits for; PYTEST_ARGS="tests/fp8 -k saturate" for some of them
-	@$(PYTEST) -m "$(QUICK)" $(PYTEST_ARGS); status=$$?; \
-	echo "Left out: most exhaustive sweeps, emulated CUDA kernels, runs of several processes and long runs: make test-all"; \
-	exit $$status
+	$(PYTEST) -m "$(QUICK)" --pairwise $(PYTEST_ARGS)
 
 test-all: setup ## every test
 	$(PYTEST) $(PYTEST_ARGS)

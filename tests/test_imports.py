@@ -6,8 +6,6 @@ import sys
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 import fp8serve
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -86,79 +84,83 @@ def sources() -> dict[str, Path]:
     return {name.removesuffix(".__init__"): path for name, path in named.items()}
 
 
-def imports(module: str, path: Path) -> set[str]:
-    """Absolute names of all modules that `path` imports, inside functions too."""
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    """Absolute names of all that each module imports, inside functions too."""
+    return {module: imported_names(module, path) for module, path in sources().items()}
+
+
+def imported_names(module: str, path: Path) -> set[str]:
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    names: set[str] = set()
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
-            found |= {".".join(filter(None, (base, node.module, alias.name))) for alias in node.names}
-    return found
+            names |= {".".join(filter(None, (base, node.module, alias.name))) for alias in node.names}
+    return names
 
 
-def room(name: str) -> str:
-    """The part of the package a name lies in; attributes of the package itself, such as __version__, lie in none."""
-    part = name.split(".")[1] if name.startswith("fp8serve.") else ""
-    return "" if part.startswith("__") else part
+def part(name: str, of: str = "fp8serve") -> str:
+    """The part of a package that a name lies in; attributes of the package itself, such as __version__, lie in none."""
+    first = name.removeprefix(f"{of}.").split(".")[0] if name.startswith(f"{of}.") else ""
+    return "" if first.startswith("__") else first
 
 
-@pytest.mark.parametrize("module", sorted(m for m in sources() if room(m) in ALLOWED))
-def test_arrows_point_one_way(module: str) -> None:
-    allowed = ALLOWED[room(module)] | MORE.get(module, set())
-    wrong = {i for i in imports(module, sources()[module]) if room(i) and room(i) not in allowed}
-    assert not wrong, f"{module} may import only {sorted(allowed)}, not {sorted(wrong)}"
+def wrong_imports(package: str, allowed: dict[str, set[str]]) -> dict[str, list[str]]:
+    """By module of `package`: what it imports from parts of the package that its own part may not import."""
+    wrong = {}
+    for module, names in imports().items():
+        if (own := part(module, package)) in allowed:
+            permitted = {"", *allowed[own], *MORE.get(module, set())}
+            wrong[module] = sorted(name for name in names if part(name, package) not in permitted)
+    return {module: names for module, names in wrong.items() if names}
 
 
-def server_room(name: str) -> str:
-    """The part of the server that a name lies in."""
-    return name.removeprefix("fp8serve.server.").split(".")[0] if name.startswith("fp8serve.server.") else ""
+def test_arrows_point_one_way() -> None:
+    assert not wrong_imports("fp8serve", ALLOWED)
 
 
-@pytest.mark.parametrize("module", sorted(m for m in sources() if server_room(m)))
-def test_arrows_in_the_server_point_one_way(module: str) -> None:
-    allowed = ALLOWED_IN_SERVER[server_room(module)]
-    wrong = {i for i in imports(module, sources()[module]) if server_room(i) and server_room(i) not in allowed}
-    assert not wrong, f"{module} may import only {sorted(allowed)} of the server, not {sorted(wrong)}"
+def test_arrows_in_the_server_point_one_way() -> None:
+    assert {part(module, "fp8serve.server") for module in sources()} - {""} <= ALLOWED_IN_SERVER.keys()
+    assert not wrong_imports("fp8serve.server", ALLOWED_IN_SERVER)
 
 
-def model_room(name: str) -> str:
-    """The part of `model/` that a name lies in."""
-    return name.removeprefix("fp8serve.model.").split(".")[0] if name.startswith("fp8serve.model.") else ""
+def test_arrows_in_models_point_one_way() -> None:
+    assert not wrong_imports("fp8serve.model", ALLOWED_IN_MODEL)
 
 
-@pytest.mark.parametrize("module", sorted(m for m in sources() if model_room(m) in ALLOWED_IN_MODEL))
-def test_arrows_in_models_point_one_way(module: str) -> None:
-    allowed = ALLOWED_IN_MODEL[model_room(module)]
-    wrong = {i for i in imports(module, sources()[module]) if model_room(i) and model_room(i) not in allowed}
-    assert not wrong, f"{module} may import only {sorted(allowed)} of model/, not {sorted(wrong)}"
+def test_neither_family_of_routes_knows_the_other() -> None:
+    api = "fp8serve.server.api"
+    everything = {part(name, api) for names in imports().values() for name in names}
+    assert not wrong_imports(api, {family: everything - set(API_FAMILIES) | {family} for family in API_FAMILIES})
 
 
-@pytest.mark.parametrize("family", API_FAMILIES)
-def test_neither_family_of_routes_knows_the_other(family: str) -> None:
-    others = tuple(f"fp8serve.server.api.{other}." for other in API_FAMILIES if other != family)
-    for module, path in sources().items():
-        if module.startswith(f"fp8serve.server.api.{family}."):
-            assert not {i for i in imports(module, path) if i.startswith(others)}, module
-
-
-@pytest.mark.parametrize("module", sorted(sources()))
-def test_special_rules(module: str) -> None:
-    found = imports(module, sources()[module])
-    tops = {i.split(".")[0] for i in found}
-    if module in NOTHING_OF_OURS:
-        assert not {i for i in found if i.startswith("fp8serve") and not i.startswith(FOUNDATIONS)}
-    if module == "fp8serve.fp8.recipe":
-        ours = {i for i in found if i.startswith("fp8serve")}
-        assert not {i for i in ours if not i.startswith(("fp8serve.errors", *MADE_OF))}
-    if module in NO_TORCH:
-        assert "torch" not in tops
-    if room(module) != "server" and module != "fp8serve.cli":
-        assert "fastapi" not in tops
-    if module != "fp8serve.fp8.ops.registry":
-        assert not {i for i in found if i.startswith("torch.library")}
+def test_special_rules() -> None:
+    """Modules that need nothing else stay so; FastAPI belongs to the server, and the registry of ops to one module."""
+    wrong = {}
+    for module, names in imports().items():
+        ours = {name for name in names if name.startswith("fp8serve")}
+        refused = set()
+        if module in NOTHING_OF_OURS:
+            refused |= {name for name in ours if not name.startswith(FOUNDATIONS)}
+        if module == "fp8serve.fp8.recipe":
+            refused |= {name for name in ours if not name.startswith(("fp8serve.errors", *MADE_OF))}
+        if module in NO_TORCH:
+            refused |= {name for name in names if name.split(".")[0] == "torch"}
+        if part(module) != "server" and module != "fp8serve.cli":
+            refused |= {name for name in names if name.split(".")[0] == "fastapi"}
+        if module != "fp8serve.fp8.ops.registry":
+            refused |= {name for name in names if name.startswith("torch.library")}
+        if refused:
+            wrong[module] = sorted(refused)
+    assert not wrong
 
 
 def test_every_public_name_is_importable_from_the_top() -> None:

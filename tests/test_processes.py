@@ -18,7 +18,7 @@ from fp8serve.model.config.asking import ask
 from fp8serve.processes import describe_exit, module_command, module_path
 from fp8serve.train.methods.grpo.grading import Answer, FileGrader
 from tests.patience import PATIENCE
-from tests.test_imports import sources
+from tests.test_imports import sources, tree
 
 HOME = "fp8serve.processes"
 REWARD = "fp8serve.train.methods.grpo.reward_process"  # runs the user's file in its own process
@@ -39,7 +39,7 @@ MARK = "run from the current directory"
 
 def names(module: str) -> Iterator[str]:
     """Dotted names that a module imports or mentions, such as os.system."""
-    for node in ast.walk(ast.parse(sources()[module].read_text())):
+    for node in ast.walk(tree(sources()[module])):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -48,13 +48,16 @@ def names(module: str) -> Iterator[str]:
             yield ast.unparse(node)
 
 
-@pytest.mark.parametrize("module", sorted(sources().keys() - {HOME}))
-def test_python_is_started_in_one_place(module: str) -> None:
-    used = set(names(module))
-    assert "sys.executable" not in used, f"{module} starts Python: use fp8serve.processes.module_command"
-    starts = {name for name in used if START.fullmatch(name)}
-    if starts and module not in OTHER_STARTS and module != REWARD:
-        assert f"{HOME}.module_command" in used, f"{module} uses {sorted(starts)} without module_command"
+def test_python_is_started_in_one_place() -> None:
+    wrong = {}
+    for module in sources().keys() - {HOME}:
+        used = set(names(module))
+        starts = {name for name in used if START.fullmatch(name)}
+        if "sys.executable" in used:
+            wrong[module] = "starts Python without fp8serve.processes.module_command"
+        elif starts and module not in OTHER_STARTS and module != REWARD and f"{HOME}.module_command" not in used:
+            wrong[module] = f"uses {sorted(starts)} without module_command"
+    assert not wrong
 
 
 def child_modules() -> set[str]:
@@ -62,7 +65,7 @@ def child_modules() -> set[str]:
     calls = (
         node.args[0]
         for path in sources().values()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree(path))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "module_command"
     )
     return {str(argument.value) for argument in calls if isinstance(argument, ast.Constant)}

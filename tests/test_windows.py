@@ -61,6 +61,7 @@ ROOMS: dict[str, tuple[Callable[[Path], Tensor], int]] = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     ("kind", "room"), [(k, r) for k in MODELS for r in ROOMS if (k, r) != ("phi3-long", "serving")]
 )

@@ -88,6 +88,7 @@ def ours(directory: Path, recipe: Any = "stored", dtype: torch.dtype = torch.bfl
     return all_logits(load_servable(directory, recipe, dtype=dtype), IDS[:60].tolist())
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("files", ["single", "sharded"])
 def test_logits(name: str, files: str, dtype: torch.dtype, tmp_path: Path) -> None:

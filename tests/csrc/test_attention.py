@@ -8,6 +8,7 @@ from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, assert_fp8_equa
 from tests.csrc.paged import CACHES, LONG, OPS, PagedBatch, naive
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("q_dtype", "cache_dtype"), CACHES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 64), (4, 4, 16), (6, 3, 80), (8, 1, 128), (2, 1, 7)])
 def test_error_is_at_most_twice_the_naive_one(level, heads, kv_heads, dim, q_dtype, cache_dtype):
@@ -19,6 +20,7 @@ def test_error_is_at_most_twice_the_naive_one(level, heads, kv_heads, dim, q_dty
     assert error <= 2 * naive_error + torch.finfo(q_dtype).eps * truth.abs().max()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("q_dtype", "cache_dtype"), CACHES)
 @pytest.mark.parametrize("group", [1, 3, 8])
 def test_neighbours_and_chunks_do_not_change_a_bit(level, q_dtype, cache_dtype, group):
@@ -45,6 +47,7 @@ def test_threads_do_not_change_a_bit(threads, level, q_dtype, cache_dtype):
         assert_bits_equal(result, results[0])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("q_dtype", "cache_dtype"), CACHES)
 @pytest.mark.parametrize(("kv_heads", "group"), [(3, 2), (11, 1), (5, 8)])
 @pytest.mark.parametrize("count", [1, 3])
@@ -109,6 +112,7 @@ def test_attention_errors(change, message):
         OPS.paged_attention(*(args | change).values())
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("high", HIGH)
 @pytest.mark.parametrize("stored", [*HIGH, *FORMATS])
 @pytest.mark.parametrize("scale", [None, 3.7])

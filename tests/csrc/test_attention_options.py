@@ -29,6 +29,7 @@ def assert_accurate(batch: PagedBatch) -> None:
     assert error <= 2 * naive_error + torch.finfo(batch.q.dtype).eps * truth.abs().max()
 
 
+@pytest.mark.pairwise
 @every_cache
 @every_option
 @pytest.mark.parametrize(("kv_heads", "dim"), [(2, 80), (1, 7)])
@@ -36,12 +37,14 @@ def test_error_is_at_most_twice_the_naive_one(level, kv_heads, dim, q_dtype, cac
     assert_accurate(PagedBatch(SHORT, 8, kv_heads, dim, q_dtype, cache_dtype, **options))
 
 
+@pytest.mark.pairwise
 @every_cache
 @pytest.mark.parametrize("window", [1, 100, 512, 600])
 def test_windows_in_long_sequences_are_right(level, q_dtype, cache_dtype, window):
     assert_accurate(PagedBatch([*LONG, (1500, 700)], 4, 2, 24, q_dtype, cache_dtype, window=window))
 
 
+@pytest.mark.pairwise
 @every_cache
 @every_option
 def test_neighbours_and_chunks_do_not_change_a_bit(level, q_dtype, cache_dtype, options):
@@ -54,6 +57,7 @@ def test_neighbours_and_chunks_do_not_change_a_bit(level, q_dtype, cache_dtype, 
             assert_bits_equal(pieces, whole[start:end])
 
 
+@pytest.mark.pairwise
 @every_cache
 @pytest.mark.parametrize("options", [{"window": 7}, {"window": 515}, {"window": 600, "sinks": SINKS[:4]}], ids=str)
 def test_threads_do_not_change_a_bit(threads, level, q_dtype, cache_dtype, options):
@@ -68,6 +72,7 @@ def test_threads_do_not_change_a_bit(threads, level, q_dtype, cache_dtype, optio
         assert_bits_equal(result, results[0])
 
 
+@pytest.mark.pairwise
 @every_cache
 @pytest.mark.parametrize("count", [1, 3])
 def test_heads_taken_together_do_not_change_a_bit(threads, level, q_dtype, cache_dtype, count):
@@ -103,6 +108,7 @@ def test_levels_without_bf16_products_agree_bit_for_bit(q_dtype, options):
         assert_bits_equal(result, results[0])
 
 
+@pytest.mark.pairwise
 @every_cache
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 200])
 def test_what_lies_before_the_window_is_never_seen(level, q_dtype, cache_dtype, window):

@@ -24,6 +24,7 @@ def assert_fp8_close(found: Tensor, expected: Tensor) -> None:
     assert not apart.numel() or (apart.max() <= 1 and (apart > 0).float().mean() < 0.02)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("high", HIGH)
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("shape", [(1, 64), (3, 100), (40, 513), (5, 7), (0, 16)])
@@ -35,6 +36,7 @@ def test_rms_norm_quantize(level, shape, dtype, high):
     torch.testing.assert_close(amax, expected_amax, rtol=2 * torch.finfo(high).eps, atol=0)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("high", HIGH)
 @pytest.mark.parametrize("shape", [(1, 64), (3, 100), (40, 513), (0, 16)])
 def test_silu_mul_quantize(level, shape, high):
@@ -46,6 +48,7 @@ def test_silu_mul_quantize(level, shape, high):
     torch.testing.assert_close(amax, expected_amax, rtol=4 * torch.finfo(high).eps, atol=0)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("high", HIGH)
 @pytest.mark.parametrize("shape", [(1, 7), (33, 64), (3, 300), (5, 1536)])
 def test_a_fused_op_casts_the_bits_of_the_plain_op(level, shape, high):
@@ -124,6 +127,7 @@ def rotary_arguments(tokens, heads, kv_heads, dim, high, stored):
     return (*heads_of, angle.cos().to(high), angle.sin().to(high), *caches, slots)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("high", HIGH)
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32, E4M3])
 @pytest.mark.parametrize("shape", [(1, 4, 2, 64), (9, 3, 1, 6), (30, 2, 2, 128)])
@@ -136,6 +140,7 @@ def test_rotary_write_kv(level, shape, stored, high):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", cases("quantize_delayed"), ids=lambda case: case.name)
 def test_quantize_delayed(level, case):
     """Data, scale and what it leaves in the history."""
@@ -147,6 +152,7 @@ def test_quantize_delayed(level, case):
         assert torch.equal(found[2], expected[2])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("shape", [(1, 1), (8, 8), (128, 128), (131, 300), (7, 200), (200, 7), (0, 5), (5, 0)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_transpose_half(level, dtype, shape):
@@ -157,6 +163,7 @@ def test_transpose_half(level, dtype, shape):
         assert_bits_equal(found, given.t().contiguous())
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("high", HIGH)
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("shape", [(1, 1), (64, 64), (65, 130), (7, 200), (200, 7), (0, 5), (5, 0)])

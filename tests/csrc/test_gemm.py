@@ -34,6 +34,7 @@ def assert_as_good_as_naive(found: Tensor, naive: Tensor, truth: Tensor) -> None
     assert (found.double() - truth).abs().max() <= 2 * (naive.double() - truth).abs().max() + spacing
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("a_by", GRANULARITIES)
 @pytest.mark.parametrize("b_by", GRANULARITIES)
@@ -46,6 +47,7 @@ def test_error_is_at_most_twice_the_naive_one(level, shape, a_by, b_by):
     assert_as_good_as_naive(found, naive, exact(a, b, a_scale, b_scale))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("a_dtype", FORMATS)
 @pytest.mark.parametrize("b_dtype", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -92,6 +94,7 @@ def test_every_code_of_a_weight_is_decoded(level, dtype, rows):
         assert_bits_equal(found, bits.view(dtype).float().expand(rows, -1) + 0.0)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("b_by", GRANULARITIES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_inputs_in_bf16(level, shape, b_by):
@@ -139,6 +142,7 @@ def test_every_level_gives_the_same_bits(library, a_by, b_by, rows):
         assert_bits_equal(result, results[0])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("a_by", ["row", "block1x128"])
 @pytest.mark.parametrize("b_by", ["tensor", "block1x128", "block128x128"])
 @pytest.mark.parametrize("k", [64, 1000, 3000])
@@ -173,6 +177,7 @@ def test_threads_do_not_change_the_result(threads):
     assert_bits_equal(results[2], results[0])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("out", HIGH)
 @pytest.mark.parametrize("bias_dtype", HIGH)
 def test_output_and_bias_types(level, out, bias_dtype):

@@ -49,6 +49,7 @@ def looped(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tens
     return torch.cat(parts)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("scales", SCALES)
@@ -62,6 +63,7 @@ def test_grouped_equals_looped(level, shape, counts, scales):
         assert_bits_equal(found, looped(*args, offsets, bias, out))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("scales", SCALES)
 def test_packed_weights_give_the_same_bits(level, counts, scales):
@@ -108,6 +110,7 @@ def test_scales_that_cancel_do_not_overflow_on_the_way(level):
     assert found.isfinite().all()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", cases("grouped_quantize"), ids=lambda case: case.name)
 def test_casts_are_those_of_each_expert(level, case):
     x, scale, offsets, dtype = case.make()

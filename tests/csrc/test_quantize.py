@@ -21,6 +21,7 @@ SHAPES = [(1, 1), (1, 128), (3, 127), (130, 129), (5, 300), (129, 64)]
 EMPTY = [(0, 5), (5, 0), (0, 0)]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("values", [all_bf16, all_fp16, stratified_fp32])
 @pytest.mark.parametrize("scale", [1.0, 0.37, 448.0])
@@ -42,6 +43,7 @@ def test_edge_cases_of_the_cast(level, dtype):
     assert amax == torch.inf
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("high", HIGH)
 @pytest.mark.parametrize("power_2", [False, True])
@@ -61,6 +63,7 @@ def test_every_granularity_on_hostile_input(level, shape, power_2, high, dtype):
         assert_bits_equal(scale_inv, expected_scale)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("amax", [0.0, 1e-45, 1e-38, 1.3e-36, 1.0, FLOAT_MAX, torch.inf, torch.nan])
 @pytest.mark.parametrize("power_2", [False, True])
 def test_scale_of_every_kind_of_amax(level, amax, power_2):

@@ -53,11 +53,13 @@ def refused() -> Iterator[tuple[list[Any], str]]:
         yield [*good[:index], change, *good[index + 1 :]], message
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", cases("sample"), ids=lambda case: case.name)
 def test_cases(level: str, case: Case) -> None:
     assert torch.equal(OPS.sample(*case.make()), reference.sample(*case.make()))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("vocab", [1, 2, 16, 37, 255, 257, 5000])
 def test_tokens_are_the_references(level: str, vocab: int, ties: bool) -> None:

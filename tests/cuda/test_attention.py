@@ -16,6 +16,7 @@ def assert_close(found, expected):
     assert (found.double() - expected.double()).abs().max() <= tolerance
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", cases("paged_attention"), ids=lambda case: case.name)
 def test_cases(kernels, case):
     assert_close(kernels.run("paged_attention", *case.make()), reference.paged_attention(*case.make()))
@@ -70,6 +71,7 @@ SINKS = torch.tensor([0.5, -3.0, 5.0, 0.0, 1.0, -1.0])
 OPTIONS = [(1,), (33, None, SINKS), (256,), (700, 2.0), (None, 0.7, SINKS), (90, 1.5, SINKS)]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(("cache", "dim"), [(torch.bfloat16, 32), (E4M3, 32), (torch.bfloat16, 20)])
 def test_windows_soft_caps_and_sinks(kernels, cache, dim, options):

@@ -64,6 +64,7 @@ def attended(paged: Paged, kernels: Kernels, parts: Parts, *options: object) -> 
     return found, set(launched()) - {"merge_parts"}
 
 
+@pytest.mark.pairwise
 @pytest.mark.emulator
 @pytest.mark.parametrize("chip", [HOPPER, FEW], ids=["a block for each segment", "a block for all"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -88,6 +89,7 @@ def test_every_size_of_group(hopper: Kernels, heads, cache) -> None:
     paged.attend(hopper, [(0, 100, 200), (1, 0, 70)])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dim", [16, 48, 64, 96, 112, 128])
 @pytest.mark.parametrize("cache", CACHES)
 def test_every_width_of_head(hopper: Kernels, dim, cache) -> None:

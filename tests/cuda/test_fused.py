@@ -17,6 +17,7 @@ def assert_last_bit(found, expected):
     torch.testing.assert_close(found[1], expected[1], rtol=1e-2 if wanted.numel() == 0 else 1e-6, atol=0)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", cases("quantize_transpose"), ids=lambda case: case.name)
 def test_quantize_transpose(kernels, case):
     found, expected = kernels.run("quantize_transpose", *case.make()), reference.quantize_transpose(*case.make())
@@ -25,6 +26,7 @@ def test_quantize_transpose(kernels, case):
     assert torch.equal(found[2], expected[2])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", cases("quantize_delayed"), ids=lambda case: case.name)
 def test_quantize_delayed(kernels, case):
     """The history, too: what the kernel wrote there comes back with its argument."""
@@ -82,6 +84,7 @@ def test_rotary_into_fp8_from_a_fused_projection(kernels):
         assert bool((one.cpu().float().isnan() & wanted.float().isnan())[differs].all())  # a made NaN has either sign
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", cases("watched_mm_add"), ids=lambda case: case.name)
 def test_a_product_that_casts_and_counts_is_its_parts(kernels, case):
     """To the bit, where it is one launch and where it is several."""

@@ -29,6 +29,7 @@ def operands(m, n, k, a_by="tensor", b_by="tensor", formats=(E4M3, E4M3)):
     return a, b, a_scale, b_scale
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", cases("scaled_mm"), ids=lambda case: case.name)
 def test_cases(kernels, case):
     a, b, a_scale, b_scale, bias, out = case.make()
@@ -41,6 +42,7 @@ def test_cases(kernels, case):
 
 
 # 5: skinny; 70: the mma tile with ragged edges; K = 400: a ragged block of K; 8 splits along K.
+@pytest.mark.pairwise
 @pytest.mark.parametrize("shape", [(5, 40, 400), (70, 136, 400)])
 @pytest.mark.parametrize("a_by", GRANULARITIES)
 @pytest.mark.parametrize("b_by", GRANULARITIES)
@@ -89,6 +91,7 @@ def test_operands_that_lie_the_other_way(kernels, m, k):
     assert_bits_equal(strided.cpu(), straight)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("out", HIGH)
 @pytest.mark.parametrize("bias_dtype", HIGH)
 @pytest.mark.parametrize("m", [6, 70])
@@ -109,6 +112,7 @@ def whole_numbers(m, n, k, a_dtype=E4M3, b_dtype=E4M3):
 
 
 # 5 and 20: skinny, and its sum over splits of K; 70: a ragged mma tile; 128: a whole one (CUTLASS on its chips).
+@pytest.mark.pairwise
 @pytest.mark.parametrize("shape", [(5, 40, 400), (20, 9, 77), (3, 64, 2304), (70, 33, 144), (128, 256, 256)])
 @pytest.mark.parametrize("out", FORMATS)
 @pytest.mark.parametrize("a_dtype", FORMATS)
@@ -198,6 +202,7 @@ LARGE = [(256, 512, 1024), (300, 264, 400), (1024, 4096, 4096), (8, 4096, 14336)
 PAIRS = [("tensor", "tensor"), ("row", "row"), ("block1x128", "block128x128"), ("block1x128", "block1x128")]
 
 
+@pytest.mark.pairwise
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", LARGE)
 @pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])

@@ -46,6 +46,7 @@ def assert_each_expert_is_right(kernels, found, a, b, a_scale, b_scale, offsets,
 CASES = [case for case in cases("grouped_mm") if "bfloat16 packed" not in case.name and "packed True" not in case.name]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_cases(kernels, case):
     args = case.make()
@@ -55,6 +56,7 @@ def test_cases(kernels, case):
 
 
 # K = 272: CUTLASS's multiple of 16; 77: padded. "decoding": skinny; "prefill": mma, with experts of 0, 1 and 130 rows.
+@pytest.mark.pairwise
 @pytest.mark.parametrize("shape", [(40, 272), (33, 77)])
 @pytest.mark.parametrize("counts", ["decoding", "prefill", "one expert"])
 @pytest.mark.parametrize("scales", SCALES)
@@ -121,6 +123,7 @@ WGRADS = [*cases("grouped_wgrad"), *(
 )]  # fmt: skip
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", WGRADS, ids=lambda case: case.name)
 def test_weights_gradients(kernels, case):
     *args, out = case.make()
@@ -161,6 +164,7 @@ def test_wrong_offsets_touch_nothing_outside(kernels, ends, rows):
     assert (q.shape, amax.shape) == ((rows, 64), (3,))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", cases("grouped_quantize"), ids=lambda case: case.name)
 def test_casts_are_those_of_each_expert(kernels, case):
     args = case.make()

@@ -25,6 +25,7 @@ def same(found, expected, equal=assert_fp8_equal):
     assert_bits_equal(found[1], expected[1])
 
 
+@pytest.mark.pairwise(each=("op",))
 @pytest.mark.parametrize(("op", "case"), ALL, ids=[f"{op}: {case.name}" for op, case in ALL])
 def test_cases(kernels, op, case):
     same(kernels.run(op, *case.make()), getattr(reference, op)(*case.make()))
@@ -41,6 +42,7 @@ def test_every_value_is_cast_as_the_reference_casts_it(kernels, dtype, values):
 
 
 # Row lengths that take another path each: scalar, one to four chunks a thread, read twice; and ragged blocks.
+@pytest.mark.pairwise
 @pytest.mark.parametrize("cols", [8, 1000, 1024, 4096, 4104, 8192, 32768, 32776])
 @pytest.mark.parametrize("high", HIGH)
 def test_every_length_of_row(kernels, cols, high):

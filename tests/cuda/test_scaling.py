@@ -18,6 +18,7 @@ def check(kernels, args, expected):
             assert torch.equal(one.cpu(), other)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", cases("delayed_update"), ids=lambda case: case.name)
 def test_cases(kernels, case):
     check(kernels, case.make(), case.make())

@@ -37,6 +37,7 @@ def test_what_is_off_is_asked_for(switched: Kernels) -> None:
     assert switch(switched, "none") == ""
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("off", [OWN, f"{OWN}+cublaslt+cublaslt_rows", "skinny", "mma"])
 @pytest.mark.parametrize("case", cases("scaled_mm")[::3], ids=lambda case: case.name)
 def test_whoever_is_left_multiplies(switched: Kernels, off: str, case) -> None:
@@ -75,6 +76,7 @@ def test_the_reference_answers_when_all_are_off(switched: Kernels) -> None:
 KINDS = [("tensor", "tensor"), ("row", "row"), ("tensor", "row"), ("block1x128", "block128x128")]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("shape", [(1, 16, 16), (5, 48, 400), (70, 32, 77), (128, 24, 144), (3, 7, 32)])
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2), (E5M2, E5M2)])

@@ -8,6 +8,7 @@ from tests.csrc.helpers import assert_bits_equal, assert_fp8_equal
 from tests.csrc.test_watch import assert_counts
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", cases("quantize_watched"), ids=lambda case: case.name)
 def test_counting(kernels, case):
     assert_counts(kernels.ops, kernels.here(case.make()), case.make())

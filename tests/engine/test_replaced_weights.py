@@ -130,6 +130,7 @@ CHANGES = [write, write_data, replace_data, assign, register, swap, write_scale,
            write_bias, replace_bias, replace_input_scale]  # fmt: skip
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("name", LINEARS)
 def test_a_linear_that_changes(engine: Engine, name: str, change: Change) -> None:

@@ -101,6 +101,7 @@ def test_causal_attention_refuses_lengths_that_do_not_add_up() -> None:
         causal_attention(q, q, q, [5], 1.0)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", cases("paged_attention"), ids=lambda c: c.name)
 def test_paged_attention_is_the_formula(case: Case) -> None:
     q, k_cache, v_cache, tables, lengths, starts, k_scale, _, *options = case.make()

@@ -147,6 +147,7 @@ def holds_infinity(x: Tensor, rows: int, cols: int) -> Tensor:
     return torch.stack(bands) if bands else torch.zeros(0, -(-x.shape[1] // cols), dtype=torch.bool)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", cases("quantize_current"), ids=lambda c: c.name)
 def test_current_casts(case: Case) -> None:
     """Rows S1 to S4, and the scale_inv of a gradient that holds an infinity (G5)."""
@@ -161,6 +162,7 @@ def test_current_casts(case: Case) -> None:
         same_bits(q, nearest_bits(scaled, dtype))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", cases("quantize_block"), ids=lambda c: c.name)
 def test_block_casts(case: Case) -> None:
     """Rows S5 to S7: ragged edges, all-zero blocks, and a block with an infinity does not touch its neighbours."""
@@ -174,6 +176,7 @@ def test_block_casts(case: Case) -> None:
         same_bits(q, nearest_bits(scaled, dtype))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", cases("quantize_rowwise"), ids=lambda c: c.name)
 def test_row_casts(case: Case) -> None:
     x, dtype, power_2, *infinity_is_nan = case.make()

@@ -74,6 +74,7 @@ def train(module: nn.Module, call: Callable[[Tensor], Tensor], recipe: Recipe, m
     return [tensor.clone() for tensor in (*seen, *module.state_dict().values())]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("compiled", "reentrant", "microbatches", "name"), list(combinations()))
 def test_every_combination(compiled: str, reentrant: bool | None, microbatches: int, name: str) -> None:
     """The scales move between the two runs of a region: the second must use those of the first."""

@@ -90,6 +90,7 @@ def test_nothing_is_transposed_without_a_backward_pass(monkeypatch: pytest.Monke
     assert [is_turned for *_, is_turned, _ in cast] == [False] * 2
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", cases("quantize_transpose"), ids=lambda c: c.name)
 def test_cast_and_transpose_are_those_of_the_reference(case: Case) -> None:
     for found, expected in zip(

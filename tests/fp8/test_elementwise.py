@@ -44,6 +44,7 @@ CHECKED: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", HIGH)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", list(CHECKED))

@@ -67,6 +67,7 @@ def assert_same(a: list[Tensor], b: list[Tensor]) -> None:
         assert torch.equal(x, y)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", norms())
 @pytest.mark.parametrize("recipe", RECIPES, ids=repr)

@@ -120,6 +120,7 @@ def test_any_sizes(name: str, sizes: tuple[int, int, int]) -> None:
     assert x.grad.shape == (m, k)
 
 
+@pytest.mark.pairwise
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0,), (2, 0, 3), (2, 3, 0)])
 @pytest.mark.parametrize("sizes", [(0, 4), (4, 0), (0, 0), (4, 5)])

@@ -108,6 +108,7 @@ def never(optimizer: Any, backward: Callable[[], None], none: bool) -> None:
     optimizer.step()
 
 
+@pytest.mark.pairwise
 @pytest.mark.filterwarnings("ignore:.*evaluated under delayed scaling with scale 1:UserWarning")  # the test's own
 @pytest.mark.parametrize("none", [True, False], ids=["to none", "to zero"])
 @pytest.mark.parametrize("order", [before_backward, after_step, never])

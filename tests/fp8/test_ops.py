@@ -41,6 +41,7 @@ def test_backends_name_the_kernel_that_answers() -> None:
         assert set(ops.backends("cuda").values()) == {"reference", "composed"}
 
 
+@pytest.mark.pairwise(each=("op",))
 @pytest.mark.parametrize(("op", "case"), A_FEW, ids=[f"{op}: {case.name}" for op, case in A_FEW])
 def test_opcheck(op: str, case: Case) -> None:
     args = case.make()

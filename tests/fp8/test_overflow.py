@@ -48,6 +48,7 @@ def wrong(rows: int, cols: int, value: float) -> Tensor:
     return dy
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("override", OVERRIDES, ids=lambda o: "hp:" + "".join("01"[b] for b in o))
 @pytest.mark.parametrize("kind", KINDS)

@@ -58,6 +58,7 @@ def test_logits_of_the_reference_equal_transformers(
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_logits_equal_transformers_to_rounding(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:

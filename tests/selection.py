@@ -1,0 +1,177 @@
+"""Which of the collected tests run, for `make test` and for the build server; tests/conftest.py has pytest call it.
+
+* Without a CUDA device, tests marked `gpu` are deselected. `-m gpu` still collects them.
+* With `--pairwise`, a function marked `pairwise` runs on as few of its parameters as hold every pair of values of every
+  two axes: a fault of a kernel needs a value, or two at once (a tail and a format), hardly ever three. A `Case` of an
+  op's registry has the parts of its name as axes.
+* With `--changed-since REF`, the long families of FAMILIES run in full only where a file that they test differs from
+  the common ancestor with REF; else their tests marked `smoke`. If git cannot tell, all of them run.
+
+The summary has the number of tests that each rule left out, and of those that -m left out, by their mark.
+"""
+
+import itertools
+import re
+import subprocess
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LONG_MARKS = ("emulator", "distributed", "browser", "exhaustive", "slow")
+REASON = pytest.StashKey[str]()
+LEFT_OUT = pytest.StashKey[Counter[str]]()
+
+
+# --- sweeps -----------------------------------------------------------------------------------------------------------
+
+
+def name_axes(names: Sequence[str]) -> list[list[str]]:
+    """The parts of the names of cases, such as "67x300, e4m3, scale 1.0", where all have as many; else the names."""
+    for separator in (r"[,:]? ", r"[,:] "):
+        parts = [re.split(separator, name) for name in names]
+        if len({len(words) for words in parts}) == 1:
+            return parts
+    return [[name] for name in names]
+
+
+def axes(items: Sequence[pytest.Function]) -> list[tuple[object, ...]]:
+    """The value of every axis of one function's parameters, by item."""
+    from fp8serve.fp8.ops.registry import Case  # not above: tests/conftest.py sets the threads of torch first
+
+    columns: list[Iterable[object]] = []
+    for argument in items[0].callspec.params:
+        values = [item.callspec.params[argument] for item in items]
+        if isinstance(values[0], Case):
+            columns += zip(*name_axes([case.name for case in values]), strict=True)
+        else:
+            columns.append([id(value) for value in values])
+    return list(zip(*columns, strict=True))
+
+
+def covering(rows: Sequence[tuple[object, ...]]) -> list[int]:
+    """Indices of few rows that hold every pair of values, in two columns, that any row holds."""
+    columns = list(itertools.combinations(range(len(rows[0])), 2))
+    pairs = [{(a, row[a], b, row[b]) for a, b in columns} for row in rows]
+    if not columns:
+        return list(range(len(rows)))
+    missing, chosen = set().union(*pairs), []
+    while missing:
+        best = max(range(len(rows)), key=lambda index: len(pairs[index] & missing))
+        missing -= pairs[best]
+        chosen.append(best)
+    return sorted(chosen)
+
+
+def outside_pairs(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """The items of sweeps that pairwise covering does without. `each` of the mark names arguments with a covering for
+    every value, such as the op that the cases belong to. An item marked `skip` covers nothing and stays."""
+    sweeps: dict[object, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        mark = item.get_closest_marker("pairwise")
+        if mark is None or item.get_closest_marker("skip") or not isinstance(item, pytest.Function):
+            continue
+        each = tuple(str(item.callspec.params[argument]) for argument in mark.kwargs.get("each", ()))
+        sweeps[item.nodeid.partition("[")[0], each].append(item)
+    left_out: list[pytest.Item] = []
+    for sweep in sweeps.values():
+        chosen = set(covering(axes(sweep)))
+        left_out += [item for index, item in enumerate(sweep) if index not in chosen]
+    return left_out
+
+
+# --- what changed -----------------------------------------------------------------------------------------------------
+
+EVERYTHING = ("pyproject.toml", "constraints.txt", "Makefile", ".ci/*", "tests/conftest.py", "tests/selection.py")
+FAMILIES: Mapping[str, tuple[str, ...]] = {
+    "tests/cuda": ("csrc/cuda/*", "csrc/*.h", "fp8serve/fp8/ops/*"),
+    "tests/csrc": ("csrc/cpu/*", "csrc/*.h", "fp8serve/fp8/ops/*"),
+    "tests/server/console": ("fp8serve/server/console/*",),
+}
+"""The tests in a folder or file, and the files that they test, beside those of the folder itself."""
+
+
+def changed_files(reference: str) -> list[str] | None:
+    """Files that differ from the common ancestor of HEAD and `reference`. None where git cannot tell, and on that
+    ancestor itself, where nothing says which change is to be tested."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    try:
+        ancestor = git("merge-base", reference, "HEAD").strip()
+        if ancestor == git("rev-parse", "HEAD").strip():
+            return None
+        return git("diff", "--name-only", ancestor).splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def unchanged_families(changed: Sequence[str]) -> list[str]:
+    """The families none of whose files changed."""
+
+    def matches(*patterns: str) -> bool:
+        return any(fnmatch(path, pattern) for path in changed for pattern in patterns)
+
+    if matches(*EVERYTHING):
+        return []
+    return [tests for tests, sources in FAMILIES.items() if not matches(tests, f"{tests}/*", *sources)]
+
+
+# --- pytest -----------------------------------------------------------------------------------------------------------
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("selection", "which tests run (tests/selection.py)")
+    group.addoption("--pairwise", action="store_true", help="sweeps marked pairwise: every pair of values, not all")
+    group.addoption("--changed-since", metavar="REF", help="long families in full only where their files changed")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    import torch
+
+    def leave_out(tests: Sequence[pytest.Item], why: str) -> None:
+        for item in tests:
+            item.stash[REASON] = why
+        items[:] = [item for item in items if REASON not in item.stash]
+        config.hook.pytest_deselected(items=tests)
+
+    config.stash[LEFT_OUT] = Counter()
+    if not torch.cuda.is_available() and "gpu" not in config.option.markexpr:
+        leave_out([item for item in items if item.get_closest_marker("gpu")], "need a CUDA device (make gpu)")
+    if config.option.pairwise:
+        leave_out(outside_pairs(items), "of sweeps, every pair of whose values is tested")
+    if config.option.changed_since and (changed := changed_files(config.option.changed_since)) is not None:
+        folders = tuple(str(ROOT / family) for family in unchanged_families(changed))
+        families = [item for item in items if str(item.path).startswith(folders) and folders]
+        leave_out(
+            [item for item in families if not item.get_closest_marker("smoke")], "of families that did not change"
+        )
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    for item in items:  # by the rules above, or by -m and -k
+        mark = next((mark for mark in LONG_MARKS if item.get_closest_marker(mark)), "others")
+        item.config.stash[LEFT_OUT][item.stash.get(REASON, mark)] += 1
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # under xdist every worker collects, and another process reports
+        session.config.workeroutput["left_out"] = dict(session.config.stash.get(LEFT_OUT, Counter()))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Takes the numbers of a worker; those of the others are the same."""
+    node.config.stash[LEFT_OUT] = Counter(getattr(node, "workeroutput", {}).get("left_out", {}))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    left_out = config.stash.get(LEFT_OUT, Counter())
+    if numbers := [f"{count:,} {why}" for why, count in left_out.items() if count]:
+        terminalreporter.write_line(f"Left out: {', '.join(numbers)}. `make test-all` runs all that this machine can.")

@@ -1,0 +1,95 @@
+"""What `--pairwise` and `--changed-since` leave out: nothing that was the only test of a pair, or of a changed file."""
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests import selection
+from tests.selection import EVERYTHING, FAMILIES, changed_files, covering, name_axes, unchanged_families
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pairs(rows: Sequence[tuple[object, ...]]) -> set[tuple[object, ...]]:
+    columns = list(itertools.combinations(range(len(rows[0])), 2))
+    return {(a, row[a], b, row[b]) for row in rows for a, b in columns}
+
+
+@pytest.mark.parametrize("sizes", [(3, 3, 3), (4, 9, 4, 4), (2, 2), (5,), (11, 4, 6), (2, 2, 2, 2, 2, 2)], ids=str)
+def test_a_covering_has_every_pair_and_few_rows(sizes: tuple[int, ...]) -> None:
+    rows = list(itertools.product(*map(range, sizes)))
+    chosen = [rows[index] for index in covering(rows)]
+    assert pairs(chosen) == pairs(rows)
+    least = sizes[0] if len(sizes) == 1 else max(a * b for a, b in itertools.combinations(sizes, 2))
+    assert least <= len(chosen) <= 2 * least
+
+
+def test_a_covering_holds_what_only_one_row_has() -> None:
+    rows = [(a, b, c) for a in range(3) for b in range(3) for c in range(3) if (a, b) != (1, 1)] + [(1, 1, 7)]
+    assert rows[covering(rows)[-1]] == (1, 1, 7)
+
+
+def test_names_of_cases_are_parted_where_all_have_as_many_parts() -> None:
+    assert name_axes(["(3, 64) plain scale 1.0", "(3, 65) norm scale 2.0"])[0] == ["(3", "64)", "plain", "scale", "1.0"]
+    assert name_axes(["tiles 67x300, e4m3", "hostile, e5m2"]) == [["tiles 67x300", "e4m3"], ["hostile", "e5m2"]]
+    assert name_axes(["a, b", "c"]) == [["a, b"], ["c"]]
+
+
+def test_pairwise_runs_less_of_a_sweep_and_never_what_is_skipped_instead(tmp_path: Path) -> None:
+    """A level that this machine lacks covers no pair."""
+    (tmp_path / "conftest.py").write_text("from tests.selection import *\n")
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\n"
+        "A = [0, 1, pytest.param(2, marks=pytest.mark.skip)]\n"
+        "@pytest.mark.pairwise\n"
+        "@pytest.mark.parametrize('a', A)\n"
+        "@pytest.mark.parametrize('b', [0, 1])\n"
+        "@pytest.mark.parametrize('c', [0, 1])\n"
+        "def test_sweep(a, b, c): print('ran', a, b, c)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    for option, count in (("--pairwise", 4), ("-q", 8)):
+        done = subprocess.run([*command, option, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=True)
+        rows = [tuple(line.split()[1:]) for line in done.stdout.splitlines() if "ran" in line]
+        assert len(rows) == count, done.stdout
+        assert len(pairs([row[-3:] for row in rows])) == 12
+
+
+def test_a_family_runs_where_one_of_its_files_changed() -> None:
+    assert unchanged_families(["README.md"]) == list(FAMILIES)
+    assert unchanged_families([EVERYTHING[0], "README.md"]) == []
+    for family, sources in FAMILIES.items():
+        for path in (f"{family}/x/test_y.py", *(source.replace("*", "x.h") for source in sources)):
+            assert family not in unchanged_families([path])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_family_names_exists(family: str) -> None:
+    assert (ROOT / family).exists()
+    for source in FAMILIES[family]:
+        assert list(ROOT.glob(source.removesuffix("/*") + "/*" * source.endswith("/*"))), source
+
+
+def test_what_changed_is_what_git_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
+        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    monkeypatch.setattr(selection, "ROOT", tmp_path)
+    assert changed_files("main") is None  # no repository
+    git("init", "--initial-branch", "main")
+    (tmp_path / "a").write_text("1")
+    git("add", "a")
+    git("commit", "-m", "a")
+    assert changed_files("main") is None  # which change is meant cannot be known
+    assert changed_files("origin/main") is None  # no such branch
+    git("checkout", "-b", "change")
+    (tmp_path / "b").write_text("2")
+    git("add", "b")
+    git("commit", "-m", "b")
+    (tmp_path / "a").write_text("3")
+    assert changed_files("main") == ["a", "b"]
