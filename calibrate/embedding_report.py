@@ -13,7 +13,7 @@ from fp8serve.fp8.recipe import to_json
 from .closeness import GOAL, Closeness
 from .data import source_names
 from .encoder_job import EncoderJob
-from .refused import quantized_note
+from .refused import quantized_notes
 from .result import KeptReport, LayerReport, Made, worst_first
 from .words import decibels, size
 from .written import versions, weight_bytes
@@ -69,7 +69,7 @@ def report_of(
         versions=versions(),
         rounding=job.asked.rounding,
         kept=tuple(job.kept),
-        notes=(quality.text(), *_advice(job, quality), *quantized_note(job.source)),
+        notes=(quality.text(), *_advice(job, quality), *quantized_notes(job.source)),
         made=job.made,
     )
 

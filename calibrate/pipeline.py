@@ -49,7 +49,7 @@ from .precision import Target, kept_reports, left_out, restore
 from .progress import Progress, Stages
 from .recorded import recorded
 from .recorded import restore as restore_observer
-from .refused import check_model, check_room, check_settings, quantized_note
+from .refused import check_model, check_room, check_settings, quantized_notes
 from .result import CalibrationReport, LayerReport, Quality
 from .rounding import round_weights
 from .unfinished import Unfinished, description
@@ -122,7 +122,9 @@ def _load(source: Path, recipe: Recipe, asked: CalibrationOptions, stages: Stage
         asked = replace(asked, seq_len=seq_len)
         batches = _batches(asked, Tokenizer.from_dir(source), decoder.config.vocab_size)
         notes += shortfall(asked.samples, seq_len, batches.samples, batches.tokens)
-        notes += quantized_note(source) + left_out_notes(source, open_checkpoint(source).left_out)
+        notes += quantized_notes(source, scales_only=asked.scales_only) + left_out_notes(
+            source, open_checkpoint(source).left_out
+        )
         notes += computed_by_note(decoder.config)
         observer = observer_of(decoder, linears, recipe, kv_cache=asked.kv_cache, gradients=asked.gradients)
     return Job(source, recipe, asked, stages, decoder, linears, batches, observer, kept=list(kept), notes=notes)

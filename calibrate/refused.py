@@ -8,7 +8,7 @@ from fp8serve.fp8.recipe import Recipe, delayed, name_of, to_json, trains
 from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.formats.quantization_config import quantization_files
 from fp8serve.model.storage.files import check_absent, check_writable
-from fp8serve.model.stored import open_checkpoint
+from fp8serve.model.stored import matrices_note, open_checkpoint
 
 from .device import check_device
 from .options import CalibrationOptions
@@ -46,16 +46,18 @@ def check_room(source: Path, out: Path) -> None:
     check_writable(out, sum(math.prod(shape) for shape in checkpoint.shapes.values()))
 
 
-def quantized_note(source: Path) -> tuple[str, ...]:
-    """A sentence for the owner of a model that is quantized already; empty for other models.
+def quantized_notes(source: Path, *, scales_only: bool = False) -> tuple[str, ...]:
+    """Sentences for the owner of a model that is quantized already; empty for other models.
 
     Such a model is not refused: its inputs or its cache may have no scales yet.
     """
-    if open_checkpoint(source).quantization is None:
+    checkpoint = open_checkpoint(source)
+    if checkpoint.quantization is None:
         return ()
     return (
         f"{source} is quantized already: high precision means the widened weights of this model, and what its first "
         "quantization lost is not measured; calibrate the original model if you have it.",
+        *(() if scales_only else matrices_note(checkpoint, rewritten=True)),
     )
 
 

@@ -50,7 +50,7 @@ def command(
 ) -> None:
     from fp8serve.calibration.page.pages import html_report
     from fp8serve.calibration.pipeline import calibrate
-    from fp8serve.calibration.refused import quantized_note
+    from fp8serve.calibration.refused import quantized_notes
     from fp8serve.calibration.report import summary_table
     from fp8serve.engine.task import task_of
     from fp8serve.hub import find_model
@@ -60,7 +60,8 @@ def command(
     directory, recipe = find_model(model), scaling().recipe
     if task_of(directory) != "generate":
         return _encoder(directory, out, recipe, {**options.values, "command": typed(context)}, report_file, json)
-    notes = quantized_note(directory)  # on every rank: torchrun ends one that is late before it can tell an error
+    # on every rank: torchrun ends one that is late before it can tell an error
+    notes = quantized_notes(directory, scales_only=options.values.get("scales_only", False))
     with torchrun() as ranks, stages("Calibrating") if ranks.first else nullcontext() as progress:
         if ranks.first:
             _print(notes)
@@ -90,9 +91,9 @@ def _encoder(
     from fp8serve.calibration.embedding import calibrate_encoder
     from fp8serve.calibration.embedding_report import embedding_table
     from fp8serve.calibration.page.encoder_pages import html_encoder_report
-    from fp8serve.calibration.refused import quantized_note
+    from fp8serve.calibration.refused import quantized_notes
 
-    notes = quantized_note(directory)
+    notes = quantized_notes(directory)
     _print(notes)
     with stages("Calibrating") as progress:
         report = calibrate_encoder(directory, out=out, recipe=recipe, progress=progress, **options)

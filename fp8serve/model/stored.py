@@ -254,14 +254,19 @@ def open_checkpoint(model_dir: Path | str) -> Checkpoint:
     return Checkpoint(path, config, widened(shards), quantization, left_out)
 
 
-def matrices_note(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """A sentence for the owner of a model with FP8 matrices that are no layers; empty where there are none."""
+def matrices_note(checkpoint: Checkpoint, *, rewritten: bool = False) -> tuple[str, ...]:
+    """A sentence for the owner of a model with FP8 matrices that are no layers; empty where there are none.
+
+    rewritten: the model is about to be written by a command that keeps only layers in FP8.
+    """
     names = checkpoint.fp8_matrices
     if not names:
         return ()
     more = f" and {len(names) - 2} more" if len(names) > 2 else ""
     named = ", ".join(names[:2]) if more else " and ".join(names)
-    return (f"{named}{more} {'is' if len(names) == 1 else 'are'} stored in FP8 and computed in BF16.",)
+    done = "written in BF16, as they are computed; only convert and merge keep them in FP8"
+    use = done if rewritten else "computed in BF16"
+    return (f"{named}{more} {'is' if len(names) == 1 else 'are'} stored in FP8 and {use}.",)
 
 
 def _check_number_of_experts(path: Path, config: AnyConfig, shards: Shards) -> None:

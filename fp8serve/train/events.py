@@ -2,10 +2,11 @@
 
 Every event has `type`, `level` ("info", "warn" or "error") and `message` (one sentence for a person). By type:
 
-    message      `code` says which: data, rows_dropped, overlap, kept, seeded, adapter, rank_too_large, scales_observed,
-                 reference, resumed, sweep, checkpoint_broken, machine_changed, length_changed, step_skipped,
-                 loss_spike, loss_risen, overflow, underflow, nonfinite, scale_jump (`train.health`), returned
-                 (`train.fallback`), diverged, stopped, exported, readers, tokenized, tokenized_lost, report_lost, error
+    message      `code` says which: data, rows_dropped, overlap, kept, widened, seeded, adapter, rank_too_large,
+                 scales_observed, reference, resumed, sweep, checkpoint_broken, machine_changed, length_changed,
+                 step_skipped, loss_spike, loss_risen, overflow, underflow, nonfinite, scale_jump (`train.health`),
+                 returned (`train.fallback`), diverged, stopped, exported, readers, tokenized, tokenized_lost,
+                 report_lost, error
     metrics      step, total_steps, epoch, train_loss, the measures of the method (train_mean_token_accuracy;
                  rewards/chosen, rewards/rejected, rewards/accuracies, rewards/margins, logps/chosen, logps/rejected;
                  reward, reward_std, completions/mean_length, clip_ratio/region_mean, kl, ...),

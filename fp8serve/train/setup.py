@@ -25,6 +25,7 @@ from fp8serve.model.config.decoder import read_config
 from fp8serve.model.formats.quantization_config import quantization_files
 from fp8serve.model.storage.files import read_json
 from fp8serve.model.storage.heap import trim
+from fp8serve.model.stored import matrices_note
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.ranks import ALONE, Ranks
 from fp8serve.train import state
@@ -131,6 +132,8 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent, ranks: Ranks =
     if kept:
         text = f"{len(kept)} linear layers that are not in FP8 in the model are trained in BF16 and stay so"
         on_event(message("kept", text, kept=len(kept)))
+    for note in () if config.lora_rank else matrices_note(open_checkpoint(source), rewritten=True):
+        on_event(message("widened", note))
     sharded = _sharded(config, source, kept, ranks, on_event) if config.fsdp else None
     if sharded is not None:
         forward, parameters = sharded.forward, sharded.shards.masters

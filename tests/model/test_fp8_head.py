@@ -98,7 +98,9 @@ def test_convert_keeps_every_code_and_scale(name: str, format_: str, tmp_path: P
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_command_takes_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_takes_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     draft = CASES[name][0]()
     source = draft.write(tmp_path / "source")
     write_tokenizer(source)
@@ -108,9 +110,16 @@ def test_every_command_takes_it(name: str, tmp_path: Path, monkeypatch: pytest.M
     assert main(["inspect", "source"]) == 0
     assert main(["verify", "source"]) == 0
     assert main(["generate", "source", "a b", "--max-new-tokens", "2"]) == 0
+    capsys.readouterr()
     assert main(["calibrate", "source", "--out", "fp8", *short, "--samples", "2", "--generated-samples", "0"]) == 0
+    assert capsys.readouterr().err.count("stored in FP8 and written in BF16, as") == 1
     assert main(["finetune", "source", "--out", "run", *short, "--max-steps", "1", "--batch-size", "1"]) == 0
+    assert capsys.readouterr().err.count("stored in FP8 and written in BF16, as") == 1
+    adapter = ["--lora-rank", "2", "--max-steps", "1", "--batch-size", "1"]
+    assert main(["finetune", "source", "--out", "adapter", *short, *adapter]) == 0
+    assert "written in BF16" not in capsys.readouterr().err
     assert main(["inspect", "source", "fp8"]) == 0
+    assert [open_checkpoint(folder).fp8_matrices for folder in ("fp8", "run/model")] == [[], []]
 
 
 def test_the_embedding_is_read_exactly(tmp_path: Path) -> None:
