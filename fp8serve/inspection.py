@@ -16,8 +16,9 @@ from torch import Tensor
 
 from fp8serve.errors import ModelError, ScalesError
 from fp8serve.model.agreement import contradictions
-from fp8serve.model.checkpoint import check_servable
+from fp8serve.model.checkpoint import cache_refusal, check_servable
 from fp8serve.model.config.either import ComputedBy, computed_by
+from fp8serve.model.config.encoder import EncoderConfig
 from fp8serve.model.config.wrappers import left_out_notes
 from fp8serve.model.formats import interop, transformer_engine
 from fp8serve.model.formats.scales import FILE_NAME, FORMAT, ScalingCheckpoint, problems, read_scales
@@ -47,13 +48,14 @@ class Scale:
 
 
 def inspect(path: Path) -> dict[str, Any]:
-    """{"path", "holds", "computed_by", "scales": [Scale as a dict, ...], "notes", "problem"} of a model directory, of a
-    scales.safetensors, of a .safetensors file of weights, or of one with the `_extra_state` tensors of Transformer
-    Engine.
+    """{"path", "holds", "computed_by", "scales": [Scale as a dict, ...], "notes", "problem", "cache_problem"} of a
+    model directory, of a scales.safetensors, of a .safetensors file of weights, or of one with the `_extra_state`
+    tensors of Transformer Engine.
 
     `computed_by` is "fp8serve", "transformers", or None where no model can be loaded.
     `notes` are sentences on what the model loses here and on which programs cannot read it; `problem` says why nothing
-    in it can be served, or is None. A model that cannot be loaded is still shown, its tensors by their names alone.
+    in it can be served, or is None; `cache_problem` says why only a BF16 cache can be used with it, or is None. A model
+    that cannot be loaded is still shown, its tensors by their names alone.
 
     ModelError, ScalesError: there is nothing to inspect, or it is damaged.
     """
@@ -90,8 +92,9 @@ def _of_model(path: Path, state: ScalingCheckpoint | None) -> dict[str, Any]:
     if state is not None:
         found += _from_scales(state, FILE_NAME, dict(contradictions(checkpoint, state)))
     problem = _refusal(checkpoint)
+    cache = None if isinstance(checkpoint.any_config, EncoderConfig) else cache_refusal(path)
     notes = [*left_out_notes(path, checkpoint.left_out), *matrices_note(checkpoint), *reader_notes(checkpoint)]
-    return _report(path, _describe(checkpoint), found, notes, problem, computed_by(checkpoint.any_config))
+    return _report(path, _describe(checkpoint), found, notes, problem, computed_by(checkpoint.any_config), cache)
 
 
 def _present(path: Path) -> Shards:
@@ -137,10 +140,11 @@ def _report(
     notes: Sequence[str] = (),
     problem: str | None = None,
     computed: ComputedBy | None = None,
+    cache: str | None = None,
 ) -> dict[str, Any]:
     found = [asdict(s) for s in scales]
     about = {"path": str(path), "holds": holds, "computed_by": computed}
-    return about | {"scales": found, "notes": list(notes), "problem": problem}
+    return about | {"scales": found, "notes": list(notes), "problem": problem, "cache_problem": cache}
 
 
 def _describe(checkpoint: Checkpoint) -> str:

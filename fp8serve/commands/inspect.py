@@ -2,7 +2,8 @@
 
 For each scale: what it scales, in which direction, its shape and values, where it came from, and its amax history as a
 row of bars. A scale that cannot be served is marked with "!" and the reason. The exit status is 1 for a model that
-cannot be loaded as it is stored, or whose cache scales cannot be used; its scales are still shown. No weight is read.
+cannot be loaded as it is stored, or only with a BF16 cache because its cache scales cannot be used; its scales are
+still shown. No weight is read.
 
 With a second checkpoint: the configuration keys, weights and scales that differ, largest changes first, and those that
 only one checkpoint has. Scales more than a factor of 2 apart are marked with "!".
@@ -36,6 +37,7 @@ from fp8serve.terminal import (
 if TYPE_CHECKING:
     from fp8serve.comparison import Comparison, ScaleChange, WeightChange
 
+CACHE = (".k", ".v", ".kv")  # ends of the names of what cache scales scale
 SHOWN = 20  # rows of a table of changes; --json has all
 FAR = 2.0  # between the scales of a tensor
 
@@ -71,13 +73,16 @@ def _show(path: Path, report_file: Path | None, json: bool) -> None:
     _draw(path, report_file)
     report = inspect(path)
     print_json(report) if json else _print(report)
-    wrong = [s for s in report["scales"] if s["problem"]]
     if report["problem"]:
         raise ScalesError(f"{path} cannot be served: {report['problem']}.")
+    of_cache = CACHE if report["cache_problem"] else ()
+    wrong = [s for s in report["scales"] if s["problem"] and not s["tensor"].endswith(of_cache)]
     if wrong:
         others = _count(len(wrong) - 1, "other scale")
         more = f", and {others} cannot be served either" if len(wrong) > 1 else ""
         raise ScalesError(f"{path} cannot be served: {wrong[0]['tensor']} {wrong[0]['problem']}{more}.")
+    if report["cache_problem"]:
+        raise ScalesError(f"{path} can be served with a BF16 cache only: {report['cache_problem']}")
 
 
 def _draw(path: Path, report_file: Path | None) -> None:

@@ -42,7 +42,7 @@ from fp8serve.fp8.recipe import DelayedScaling, Float8CurrentScaling, delayed
 from fp8serve.fp8.served_attention import KvScale
 from fp8serve.model import parity
 from fp8serve.model.building import Model
-from fp8serve.model.checkpoint import kv_scales, load_servable, open_checkpoint
+from fp8serve.model.checkpoint import cache_refusal, kv_scales, load_servable, open_checkpoint
 from fp8serve.model.config.decoder import ModelConfig, computed_by_note, read_config
 from fp8serve.model.config.wrappers import left_out_notes
 from fp8serve.model.formats.microscaling import widened_note
@@ -164,6 +164,8 @@ def load(model_dir: Path, options: EngineOptions, given: Model | None = None) ->
     scales_batch = any(layer.input_spec.depends_on_batch for layer in frozen.values())
     tiles = separate_rows(model, frozen, options)
     scales = _cache_scales(model_dir, options) if options.kv_cache_dtype == "fp8" else None
+    if scales is None and given is None and (reason := cache_refusal(model_dir, chosen)) is not None:
+        log.warning("The cache is BF16, and cannot be FP8 with these scales: %s", reason)
     sizes = sizes or plan_on_gpu(model, config, options, cache_dtype, of_draft)
     model.expect(sizes.max_model_len)
     runner = Runner(model, sizes.num_blocks, options.block_size, cache_dtype, scales, options.max_lora_rank)

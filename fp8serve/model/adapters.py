@@ -21,7 +21,7 @@ from fp8serve.model.building import build_on_meta, transposed_linears
 from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.formats.peft import CONFIG, WEIGHTS, PeftConfig, key_of, place_of, read_config, written_config
 from fp8serve.model.storage.files import save_tensors, write_json
-from fp8serve.model.storage.shards import Shards, read_header
+from fp8serve.model.storage.shards import Shards, read_header, type_name
 
 _STORED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -90,7 +90,7 @@ def _parts(directory: Path, linears: Mapping[str, tuple[int, int]]) -> dict[str,
         if place is None or place[0] not in linears:
             raise ModelError(f"{path} holds {key}, and this model has no such layer that can have an adapter.")
         if entry.dtype not in _STORED:
-            raise ModelError(f"{path}: {key} is stored as {entry.dtype}; an adapter is F32, BF16 or F16.")
+            raise ModelError(f"{path}: {key} is stored as {type_name(entry.dtype)}; an adapter is F32, BF16 or F16.")
     tensors, found = Shards(entries), dict[str, dict[str, Tensor]]()
     for key in tensors:
         linear, part = place_of(key) or ("", "lora_A")

@@ -54,6 +54,7 @@ __all__ = [
     "ScalingCheckpoint",
     "StoredLinear",
     "TensorScale",
+    "cache_refusal",
     "check_servable",
     "fill",
     "fingerprint",
@@ -132,15 +133,13 @@ def _complete(model: Model) -> Model:
 
 
 def check_servable(checkpoint: Checkpoint) -> None:
-    """ModelError, ScalesError: what loading the directory as it is stored, or the scales of its cache, would raise.
+    """ModelError, ScalesError: what loading the directory as it is stored would raise.
 
     Asks what loading asks, and reads no weight: numbers in the weights, and a class that answers differently from ours
     (`check_against_class`), are found when it is loaded.
     """
     checkpoint.check_scales()
     _frozen_by(checkpoint, "stored" if checkpoint.has_scales else "bf16", None)
-    if not isinstance(checkpoint.any_config, EncoderConfig):
-        kv_scales(checkpoint.path)
 
 
 def load_encoder(
@@ -326,7 +325,21 @@ def kv_scales(model_dir: Path | str, scales: Path | str | None = None) -> dict[i
     return found
 
 
+def cache_refusal(model_dir: Path | str, scales: Path | str | None = None) -> str | None:
+    """Why an FP8 cache cannot use the model's scales of keys and values; None where it can, or where there are none."""
+    try:
+        kv_scales(model_dir, scales)
+    except (ModelError, ScalesError) as refusal:
+        return str(refusal)
+    return None
+
+
 def _kv_pair(checkpoint: Checkpoint, state: ScalingCheckpoint | None, owner: str) -> tuple[Tensor, Tensor] | None:
+    stored = [key for role in interop.KV if (key := checkpoint.scale_key(owner, role)) is not None]
+    if len(stored) > 1 and checkpoint.scale_key(owner, "kv") is not None:
+        raise ScalesError(
+            f"{checkpoint.path} holds both {stored[0]} and {stored[-1]}; keep one scale for each of k and v."
+        )
     k, v = (_kv_scale(checkpoint, state, owner, role) for role in ("k", "v"))
     if k is None and v is None:
         return None

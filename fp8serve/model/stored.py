@@ -29,7 +29,7 @@ from fp8serve.model.formats.torchao import plain_names
 from fp8serve.model.formats.unstacked import unstacked
 from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.storage.files import present
-from fp8serve.model.storage.shards import Shards
+from fp8serve.model.storage.shards import Shards, type_name
 from fp8serve.model.transformers_backend.names import by_module
 
 _LEFT_OVERS = ("rotary_emb.inv_freq", "attn.masked_bias", "attention.masked_bias")  # buffers of old files; recomputed
@@ -162,7 +162,7 @@ class Checkpoint(Mapping[str, Tensor]):
                 raise ModelError(f"{self.path}: {name} is FP8 and not a matrix; store it in BF16.")
             return True
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ModelError(f"{self.path}: {name} is stored as {dtype}, which is not supported.")
+            raise ModelError(f"{self.path}: {name} is stored as {type_name(dtype)}, which is not supported.")
         return False
 
     def __getitem__(self, name: str) -> Tensor:

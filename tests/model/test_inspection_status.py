@@ -1,6 +1,6 @@
 """`inspect` exits 0 exactly where the directory loads: for the good and the bad checkpoints of all tests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8serve.cli import main
 from fp8serve.errors import Fp8ServeError
-from fp8serve.model.checkpoint import kv_scales, open_checkpoint
+from fp8serve.model.checkpoint import cache_refusal, kv_scales, open_checkpoint
 from fp8serve.model.config.either import holds_encoder
 from fp8serve.model.reading import load_reader
 from tests.compatibility.cases import make
@@ -18,6 +18,7 @@ from tests.model import checkpoints as made
 from tests.model.checkpoints import Draft
 from tests.model.encoders import FAMILIES, MODERN
 from tests.model.encoders import make as make_encoder
+from tests.model.oracle import write_tokenizer
 from tests.model.test_fp8_head import CASES as IN_FP8
 from tests.model.test_interop import quantization
 from tests.model.test_verify import FILE_POISONS, GOOD, NAN, POISONS, UP, each, put, told, without_config
@@ -105,7 +106,8 @@ def test_what_nothing_can_load(name: str, tmp_path: Path, capsys: pytest.Capture
     draft = base()
     change(draft)
     assert not agrees(draft.write(tmp_path / "m"))
-    assert "cannot be served: " in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "cannot be served: " in err or "can be served with a BF16 cache only: " in err
 
 
 def test_a_scale_that_loading_does_not_read_is_no_reason(tmp_path: Path) -> None:
@@ -124,3 +126,80 @@ def test_a_class_of_transformers_that_is_computed(name: str, tmp_path: Path) -> 
 def test_an_encoder(config: Any, tmp_path: Path) -> None:
     make_encoder(tmp_path, config)
     assert agrees(tmp_path)
+
+
+LAYERS = range(made.CONFIG["num_hidden_layers"])
+ONE = torch.full((1,), 0.01)
+Cache = dict[str, Tensor]
+
+
+def cache(
+    value: Tensor | list[float], layers: Iterable[int] = LAYERS, keys: tuple[str, ...] = ("k_scale", "v_scale")
+) -> Cache:
+    """The same scale for the keys and values of each layer."""
+    names = [f"model.layers.{layer}.self_attn.{key}" for layer in layers for key in keys]
+    return {name: torch.as_tensor(value).clone() for name in names}
+
+
+NAN_SCALE, INFINITE = [float("nan")], [float("inf")]
+USABLE = {
+    "FP32": cache(ONE), "FP16": cache(ONE.half()), "BF16": cache(ONE.bfloat16()), "a scalar": cache(ONE[0]),
+    "E8M0": cache(torch.ones(1).to(torch.float8_e8m0fnu)), "ones": cache([1.0]), "none": {},
+    "one of both": cache(ONE, keys=("kv_scale",)), "a subnormal FP16": cache(torch.tensor([6e-8]).half()),
+    "ModelOpt": cache(ONE, keys=("k_proj.k_scale", "v_proj.v_scale")),
+}  # fmt: skip
+UNUSABLE = {
+    "FP64": cache(ONE.double()), "INT32": cache(torch.ones(1, dtype=torch.int32)), "empty": cache([]),
+    "E4M3": cache(torch.ones(1).to(torch.float8_e4m3fn)), "per head": cache([0.01, 0.02]),
+    "per head, a column": cache([[0.01], [0.02]]), "zero": cache([0.0]), "negative": cache([-1.0]),
+    "NaN": cache(NAN_SCALE), "infinite": cache(INFINITE), "tiny": cache([1e-39]), "large": cache([3e38]),
+    "some layers": cache(ONE, range(1)), "keys alone": cache(ONE, keys=("k_scale",)),
+    "one of both, and one of each": cache(ONE, keys=("k_scale", "v_scale", "kv_scale")),
+    "one of both, and of keys": cache(ONE, keys=("k_scale", "kv_scale")),
+}  # fmt: skip
+
+
+def with_cache(scales: Cache, folder: Path) -> Path:
+    draft = made.static()
+    kept = {key: tensor for key, tensor in draft.tensors.items() if not key.endswith(("k_scale", "v_scale"))}
+    Draft(kept | scales, draft.config).write(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def generates(folder: Path, *options: str) -> bool:
+    return main(["generate", str(folder), "a b", "--max-new-tokens", "1", *options]) == 0
+
+
+@pytest.fixture
+def vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' tokenizer has more tokens than a draft's usual embedding."""
+    monkeypatch.setattr(made, "VOCABULARY", 320)
+    monkeypatch.setitem(made.CONFIG, "vocab_size", 320)
+
+
+@pytest.mark.usefixtures("vocabulary")
+@pytest.mark.parametrize("name", USABLE)
+def test_usable_cache_scales(name: str, tmp_path: Path) -> None:
+    folder = with_cache(USABLE[name], tmp_path / "m")
+    assert main(["inspect", str(folder)]) == 0
+    assert main(["verify", str(folder)]) == (1 if name == "none" else 0)  # its configuration promises some
+    assert generates(folder)
+    assert generates(folder, "--kv-cache-dtype", "fp8") == (name != "none")
+
+
+@pytest.mark.usefixtures("vocabulary")
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_cache_scales_that_cannot_be_used_are_named_by_every_command(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = with_cache(UNUSABLE[name], tmp_path / "m")
+    reason = cache_refusal(folder)
+    assert reason is not None
+    assert main(["inspect", str(folder)]) == 1
+    assert f"can be served with a BF16 cache only: {reason}" in capsys.readouterr().err
+    assert main(["verify", str(folder)]) == 1
+    assert not generates(folder, "--kv-cache-dtype", "fp8")
+    assert reason in capsys.readouterr().err
+    assert generates(folder)
+    assert f"The cache is BF16, and cannot be FP8 with these scales: {reason}" in caplog.messages

@@ -39,6 +39,7 @@ from fp8serve.model.formats.targets import CLASS, matches
 from fp8serve.model.formats.targets import checked as checked_targets
 from fp8serve.model.storage.fields import Fields
 from fp8serve.model.storage.files import present, read_json
+from fp8serve.model.storage.shards import type_name
 
 STATIC = QuantSpec(source="stored")
 PER_TOKEN = QuantSpec(granularity="row")
@@ -65,6 +66,7 @@ MODELOPT: dict[str, tuple[QuantSpec, Granularity]] = {
 
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 Role = Literal["weight", "input", "k", "v", "kv"]
+KV: tuple[Role, ...] = ("k", "v", "kv")
 
 # (suffix after the owner's name, role of the scale). The owner is the linear, or `model.layers.N.self_attn` for KV.
 SPELLINGS: tuple[tuple[str, Role], ...] = (
@@ -323,14 +325,23 @@ def quantizing_scale(name: str, stored: Tensor, note: str | None = None) -> Tens
     ModelError: not one number, or so small or large that one of the two multipliers is not a normal number.
     """
     if stored.numel() != 1:
-        raise ModelError(f"{name} has the shape {list(stored.shape)} where one number was expected.")
+        raise ModelError(
+            f"{name} has the shape {list(stored.shape)}, and only one number for the layer can be used here."
+        )
     value = checked(name, stored).reshape(())
-    if min(float(value), float(value.reciprocal())) < torch.finfo(torch.float32).tiny:
-        raise ModelError(f"{name} holds the scale {float(value)}, which is no amax of a model; calibrate again.")
+    if is_extreme(value):
+        size = "small" if value < 1 else "large"
+        raise ModelError(f"{name} holds {float(value):.3g}, which is too {size} for a scale; calibrate again.")
     exact = None if note is None else _noted(note)
     if exact is not None and torch.equal(dequantizing_scale(exact)[0], value):
         return exact
     return value.reciprocal()
+
+
+def is_extreme(value: Tensor) -> bool:
+    """Whether a positive scale FP32 of one element, or its reciprocal, is too small to be a normal number."""
+    number = float(value)
+    return number > 0 and min(number, float(value.reciprocal())) < torch.finfo(torch.float32).tiny
 
 
 def _noted(note: str) -> Tensor | None:
@@ -344,7 +355,7 @@ def _noted(note: str) -> Tensor | None:
 def checked(name: str, stored: Tensor) -> Tensor:
     """`stored` in FP32; ModelError unless every element is positive and finite."""
     if stored.dtype not in SCALE_DTYPES:
-        raise ModelError(f"{name} is stored as {stored.dtype} where FP32, BF16 or E8M0 was expected.")
+        raise ModelError(f"{name} is of the type {type_name(stored.dtype)}, and a scale is FP32, BF16, FP16 or E8M0.")
     value = stored.to(torch.float32, copy=True)
     if not bool((value.isfinite() & (value > 0)).all()):
         bad = value[~(value.isfinite() & (value > 0))].flatten()[0].item()

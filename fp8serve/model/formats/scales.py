@@ -27,7 +27,7 @@ from fp8serve.fp8.scaling import fp8_max
 from fp8serve.model.config.decoder import ModelConfig, read_config
 from fp8serve.model.config.encoder import is_encoder, parse_encoder_config
 from fp8serve.model.storage.files import fsync, no_duplicates, read_optional_json, save_tensors
-from fp8serve.model.storage.shards import Shards, open_shards, read_header
+from fp8serve.model.storage.shards import Shards, open_shards, read_header, type_name
 
 FORMAT, VERSION = "fp8serve.scales", "1"
 FILE_NAME = "scales.safetensors"
@@ -167,7 +167,9 @@ def _check_layout(tensors: Shards, name: str, kind: str, path: Path) -> None:
     fits = entry.shape == () if kind == "scale" else len(entry.shape) == 1 and entry.shape[0] > 0
     if entry.dtype is not torch.float32 or not fits:
         expected = "F32 []" if kind == "scale" else "F32 [N]"
-        raise ScalesError(f"{path}: {name} is {entry.dtype} {list(entry.shape)} where {expected} was expected.")
+        raise ScalesError(
+            f"{path}: {name} is {type_name(entry.dtype)} {list(entry.shape)} where {expected} was expected."
+        )
 
 
 def check(checkpoint: ScalingCheckpoint, where: str) -> None:

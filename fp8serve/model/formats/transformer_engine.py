@@ -43,7 +43,7 @@ from fp8serve.fp8.scaling import fp8_max
 from fp8serve.model.formats.pickle_data import Call, Global, read_pickle
 from fp8serve.model.formats.scales import ScalingCheckpoint, TensorScale, check, fingerprint
 from fp8serve.model.formats.torch_pickle import Storages, is_zip, kind, read_torch_file, tensor
-from fp8serve.model.storage.shards import Shards, read_header
+from fp8serve.model.storage.shards import Shards, read_header, type_name
 
 KEY = "_extra_state"
 MAX_BYTES = 16 << 20  # a history of 1024 steps of a module takes 20 KiB
@@ -70,7 +70,7 @@ def read_module(state: Tensor, where: str = KEY) -> ModuleState | None:
     """
     if state.dtype is not torch.uint8 or state.dim() != 1 or state.numel() > MAX_BYTES:
         raise ScalesError(
-            f"{where} is {state.dtype} {list(state.shape)} where a uint8 [at most {MAX_BYTES}] was expected."
+            f"{where} is {type_name(state.dtype)} {list(state.shape)} where a uint8 [at most {MAX_BYTES}] was expected."
         )
     try:
         return _parse(state.detach().cpu().numpy().tobytes())

@@ -38,6 +38,11 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F
           "I32": torch.int32, "U8": torch.uint8, "I8": torch.int8, "BOOL": torch.bool}  # fmt: skip
 
 
+def type_name(dtype: torch.dtype) -> str:
+    """The type for a message: "float64", without the name of the library."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """One tensor as its file's header describes it."""

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 import torch
 
 from fp8serve.errors import Fp8ServeError
+from fp8serve.model.formats.interop import KV
 from fp8serve.model.formats.scales import FILE_NAME, problems, read_scales
 from fp8serve.model.storage.files import present, read_json
 from fp8serve.model.storage.shards import INDEX, SINGLE
 from fp8serve.model.verify.finding import Finding, error, warning
-from fp8serve.model.verify.subject import AGAIN, FP8, KV, Subject
+from fp8serve.model.verify.subject import AGAIN, FP8, Subject
 
 TOLERANCE = 0.01  # between a scale and its copy in scales.safetensors: another project may have rounded it to BF16
 _EMBEDDINGS = "embed_tokens.weight"
@@ -97,7 +98,11 @@ def lone_cache_scales(subject: Subject) -> Iterator[Finding]:
     """Keys without values, or some layers without any."""
     owners = {owner: {p.role for p in subject.scales if p.owner == owner} for owner, _ in subject.of_role(*KV)}
     for owner, roles in owners.items():
-        if not {"k", "v"} <= roles and "kv" not in roles:
+        if "kv" in roles and len(roles) > 1:
+            yield error(
+                "duplicate", owner, "has a kv_scale beside a k_scale or v_scale", "keep one for each of k and v"
+            )
+        elif not {"k", "v"} <= roles and "kv" not in roles:
             yield error("missing", owner, "has a KV-cache scale for only one of k and v", "calibrate the cache again")
     attention = {key.removesuffix(".o_proj.weight") for key in subject.entries if key.endswith("attn.o_proj.weight")}
     for owner in sorted(attention - owners.keys() if owners else ()):

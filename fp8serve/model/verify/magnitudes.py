@@ -9,9 +9,9 @@ from statistics import median
 
 from torch import Tensor
 
-from fp8serve.model.formats.interop import Role
+from fp8serve.model.formats.interop import KV, Role
 from fp8serve.model.verify.finding import Finding, error, warning
-from fp8serve.model.verify.subject import KV, Subject
+from fp8serve.model.verify.subject import Subject
 
 FP8_MAX = 448.0
 WEIGHTS = (1e-6, 3.0)  # root mean square of a weight

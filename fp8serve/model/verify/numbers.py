@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from fp8serve.model.formats.interop import SCALE_DTYPES
+from fp8serve.model.formats.interop import KV, SCALE_DTYPES, is_extreme
+from fp8serve.model.storage.shards import type_name
 from fp8serve.model.verify.finding import Finding, error, warning
-from fp8serve.model.verify.subject import FP8, KV, Subject
+from fp8serve.model.verify.subject import FP8, Subject
 
 _AGAIN = "quantize or calibrate the model again"
 _SMALL = 2**20  # the most elements of a checked tensor in high precision: norms and biases
@@ -45,15 +46,15 @@ def scale_types(subject: Subject) -> Iterator[Finding]:
         for key in keys:
             dtype = subject.entries[key].dtype
             if dtype not in SCALE_DTYPES and key not in subject.mx.values():
-                what = f"is of the type {_named(dtype)}"
-                yield error("dtype", key, what, "store it as FP32, BF16 or E8M0")
+                what = f"is of the type {type_name(dtype)}"
+                yield error("dtype", key, what, "store it as FP32, BF16, FP16 or E8M0")
 
 
 def weight_types(subject: Subject) -> Iterator[Finding]:
     for key in subject.weights.values():
         dtype = subject.entries[key].dtype
         if dtype is not torch.float8_e4m3fn:
-            what = f"is of the type {_named(dtype)}, whose two bits of mantissa are for gradients"
+            what = f"is of the type {type_name(dtype)}, whose two bits of mantissa are for gradients"
             yield error("dtype", key, what, "quantize weights to E4M3")
 
 
@@ -77,11 +78,14 @@ def bad_weights(subject: Subject) -> Iterator[Finding]:
 
 
 def cache_scales_are_numbers(subject: Subject) -> Iterator[Finding]:
-    """One for keys and one for values in each layer; a scale for each head is not read."""
+    """One for keys and one for values in each layer, as an FP8 cache takes them; a scale for each head is not read."""
     for owner, key in subject.of_role(*KV):
         shape = subject.entries[key].shape
         if math.prod(shape) > 1:
             yield error("shape", key, f"has the shape {list(shape)}", f"store one number for {owner}")
+        elif math.prod(shape) == 1 and is_extreme(value := subject.value(key)):
+            size = "small" if float(value) < 1 else "large"
+            yield error("implausible", key, f"holds {float(value):.3g}, which is too {size} for a scale", _AGAIN)
 
 
 def input_scales_are_numbers(subject: Subject) -> Iterator[Finding]:
@@ -100,7 +104,3 @@ def weight_scale_shapes(subject: Subject) -> Iterator[Finding]:
             shapes = list(subject.entries[scale].shape), list(subject.entries[key].shape)
             what = f"has the shape {shapes[0]}, which fits no weight of {shapes[1]}"
             yield error("shape", scale, what, "store one scale for the tensor, each row, or each block of 128 x 128")
-
-
-def _named(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from fp8serve.model.formats.interop import BLOCKED_INPUT, Scheme
+from fp8serve.model.formats.interop import BLOCKED_INPUT, KV, Scheme
 from fp8serve.model.formats.targets import CLASS, matches
 from fp8serve.model.verify.finding import Finding, error, warning
-from fp8serve.model.verify.subject import KV, Subject, is_embedding
+from fp8serve.model.verify.subject import Subject, is_embedding
 
 BLOCK = 128  # rows and columns of a weight that share a scale
 _CONFIG = "quantization_config"

@@ -26,7 +26,6 @@ from fp8serve.model.verify.codes import Codes, codes_of
 from fp8serve.model.verify.finding import Finding, error
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-KV: tuple[Role, ...] = ("k", "v", "kv")
 AGAIN = "download or write it again"
 # For a stack of experts: the suffix of a scale's name, and what it scales.
 _STACKED: dict[str, Role] = {"_activation_scale": "input", "_input_scale": "input", "_scale_inv": "weight",
