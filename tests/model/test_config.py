@@ -325,7 +325,7 @@ def test_wrong_layer_types_are_refused() -> None:
     ("content", "message"),
     [
         ("{", "not valid JSON"),
-        ("[1]", "JSON list where an object"),
+        ("[1]", "a list where an object"),
         ('{"hidden_size": 1, "hidden_size": 2}', "'hidden_size' appears twice"),
         ("[" * 100_000, "not valid JSON"),
         ("\udcff", "cannot be read"),
