@@ -49,7 +49,10 @@ def json_fault(error: Exception, *, located: bool = True) -> str:
 
 
 def shown(value: object) -> str:
-    """`value` as a sentence quotes it: its repr, shortened to its beginning if it is long."""
+    """`value` as a sentence quotes it: its repr, or null, true and false as JSON writes them, shortened to its
+    beginning if it is long."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
     return _cut(repr(value))
 
 
