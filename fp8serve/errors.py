@@ -6,18 +6,53 @@ quoted value may come from a stranger and have any length and any characters: `s
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from json import JSONDecodeError
 
 MAX_SHOWN = 80  # characters of a quoted value
 MAX_COMPARED = 256  # characters of a name that is compared with others
 
 
+_KINDS = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list",
+          tuple: "a list", dict: "an object", bytes: "bytes"}  # fmt: skip
+# What Python's json says, in words that do not take a knowledge of Python.
+_JSON_FAULTS = {
+    "Expecting value": "a value is missing",
+    "Expecting property name": "a name in double quotes is missing",
+    "Expecting ':'": "a colon is missing",
+    "Expecting ','": "a comma is missing",
+    "Unterminated string": "a string does not end that begins",
+    "Invalid control character": "there is a control character, which must be escaped,",
+    "Invalid \\": "there is an invalid escape",
+    "Extra data": "there is more behind the value",
+    "Illegal trailing comma": "there is a comma too many",
+    "Exceeds the limit": "it holds a whole number of more than 4,300 digits",
+}
+
+
 def json_kind(value: object) -> str:
-    """What a value is that was read from JSON, for a message."""
-    return "null" if value is None else f"a JSON {type(value).__name__}"
+    """What a value is that was read from JSON or a table, for a message."""
+    return _KINDS.get(type(value), f"of the type {type(value).__name__}")
+
+
+def json_fault(error: Exception, *, located: bool = True) -> str:
+    """What is wrong with a text that is not JSON, by the exception of its reader. located: also where."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, UnicodeError):
+        return "it holds half of a surrogate pair"
+    message = str(error)
+    fault = next((words for start, words in _JSON_FAULTS.items() if message.startswith(start)), one_line(message))
+    if not located or not isinstance(error, JSONDecodeError):
+        return fault
+    line = f"line {error.lineno}, " if error.lineno > 1 else ""
+    return f"{fault} at {line}character {error.colno}"
 
 
 def shown(value: object) -> str:
-    """`value` as a sentence quotes it: its repr, shortened to its beginning if it is long."""
+    """`value` as a sentence quotes it: its repr, or null, true and false as JSON writes them, shortened to its
+    beginning if it is long."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
     return _cut(repr(value))
 
 

@@ -17,7 +17,7 @@ from dataclasses import InitVar, asdict, dataclass, fields, replace
 from enum import Enum
 from typing import Any, ClassVar, Literal, get_args
 
-from fp8serve.errors import RecipeError
+from fp8serve.errors import RecipeError, json_fault, shown
 from fp8serve.fp8.amax_rules import RULES, RuleName
 from fp8serve.fp8.spec import UNQUANTIZED, ElementFormat, QuantSpec, RecipeSpecs, ScaleFormat, specs_of
 
@@ -333,8 +333,8 @@ def from_json(text: str) -> Recipe | None:
     """The recipe that `to_json` wrote. Raises RecipeError for anything else, unknown parameters included."""
     try:
         data = json.loads(text)
-    except ValueError as error:
-        raise RecipeError(f"The recipe is not JSON ({error}): {text[:80]!r}.") from None
+    except (ValueError, RecursionError) as error:
+        raise RecipeError(f"The recipe {shown(text)} is not valid JSON: {json_fault(error)}.") from None
     if data is None:
         return None
     if not isinstance(data, dict) or data.get("recipe") not in _CLASSES:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Len, Lt
 
-from fp8serve.errors import JobError, RecipeError
+from fp8serve.errors import JobError, RecipeError, json_fault, json_kind
 from fp8serve.fp8 import recipe
 from fp8serve.fp8.recipe import Recipe, RecipeName
 from fp8serve.model.formats.file_formats import FileFormat
@@ -276,14 +276,14 @@ class TrainConfig:
         """Raises JobError for text that is not an object, for an unknown key, and for a value of the wrong kind."""
         try:
             values = json.loads(text)
-        except ValueError as error:
-            raise JobError(f"The job description is not JSON: {error}.") from error
+        except (ValueError, RecursionError) as error:
+            raise JobError(f"The job description is not valid JSON: {json_fault(error)}.") from error
         return cls.from_dict(values)
 
     @classmethod
     def from_dict(cls, values: Any) -> "TrainConfig":
         if not isinstance(values, dict):
-            raise JobError(f"A job description must be a JSON object, found {type(values).__name__}.")
+            raise JobError(f"A job description must be a JSON object, and is {json_kind(values)}.")
         known = [f.name for f in dataclasses.fields(cls)]
         if unknown := sorted(set(values) - set(known)):
             raise JobError(f"Unknown training option {unknown[0]!r}; the options are {', '.join(known)}.")

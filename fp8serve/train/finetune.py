@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fp8serve.errors import DataError, one_line
+from fp8serve.errors import DataError
 from fp8serve.model.storage.files import whole_file
+from fp8serve.model.text.chat_rows import foreign_value
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.events import OnEvent
 from fp8serve.train.trainer import Trainer, TrainResult
@@ -65,5 +66,6 @@ def _write(rows: Iterable[Any], path: Path) -> None:
         for number, row in enumerate(rows, 1):
             try:
                 file.write(json.dumps(dict(row), ensure_ascii=False) + "\n")
-            except (TypeError, ValueError, RecursionError) as error:
-                raise DataError(f"Row {number} cannot be written as JSON: {one_line(error)}.") from None
+            except (TypeError, ValueError, RecursionError):
+                value = foreign_value(dict(row)) or "a list or an object that contains itself"
+                raise DataError(f"Row {number} cannot be written as JSON: it holds {value}.") from None

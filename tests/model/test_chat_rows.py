@@ -97,10 +97,10 @@ def test_a_call_that_does_not_follow_the_generation_prompt_is_refused(tmp_path: 
     ("changed", "message"),
     [
         ({"content": [{"type": "image_url"}]}, "message 0 has a part of the type 'image_url'"),
-        ({"content": ["a"]}, "message 0 has a part of the type 'str'"),
+        ({"content": ["a"]}, "message 0 has a part that is text in"),
         ({"content": []}, "message 0 has no text in `content`"),
         ({"content": "a", "tool_calls": [{}]}, "its role is user; only an assistant calls tools"),
-        ({"role": "assistant", "tool_calls": {}, "content": "a"}, "`tool_calls` is a dict, not a list"),
+        ({"role": "assistant", "tool_calls": {}, "content": "a"}, "`tool_calls` is an object, not a list"),
         ({"role": "assistant", "tool_calls": [{}]}, "call 0 has no `function` with a `name`"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, "call 0 has no `arguments`"),
         ({"role": "assistant", "tool_calls": [CHAT[2]["tool_calls"][0] | {"id": "<|im_end|>"}]}, "an id has up to"),
@@ -188,7 +188,7 @@ def test_other_keys_of_a_message_are_the_templates(tmp_path: Path) -> None:
     ("columns", "message"),
     [
         ({"tools": "weather"}, "`tools` is text that is not valid JSON"),
-        ({"tools": {"name": "f"}}, "`tools` is a dict, not a list"),
+        ({"tools": {"name": "f"}}, "`tools` is an object, not a list"),
         ({"tools": [{"type": "function"}]}, "tool 0 has no `function` with a `name`"),
         ({"tools": [{"name": ""}]}, "tool 0 has no `function` with a `name`"),
         ({"tools": [{"name": "f", "parameters": "x"}]}, "tool 0: its `parameters` are 'x', which is no JSON schema"),

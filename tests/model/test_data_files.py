@@ -50,7 +50,11 @@ ROW = b'{"text": "a"}\n'
     ("unpacked", "message"),
     [
         pytest.param(ROW, "has more than 1,000 (rows|paragraphs), the most that is read of one file", id="rows"),
-        pytest.param(b"\n" * (2 << 20), "is larger than 1 MiB|a row of more than 65536 bytes", id="bytes"),
+        pytest.param(
+            b"\n" * (2 << 20),
+            "is larger than 1 MiB|a row of more than 65536 bytes|more than 1,000 blank lines",
+            id="bytes",
+        ),
         pytest.param(b" " * (1 << 20), ":1 is a row of more than 65536 bytes|larger than 1 MiB", id="one line"),
     ],
 )
@@ -197,3 +201,16 @@ def test_a_path_is_never_a_name_on_the_hub_or_standard_input(hub: Hub) -> None:
         with pytest.raises(DataError):
             list(read_examples([Path(name)]))
     assert not hub.asked
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".tsv", ".txt"])
+@pytest.mark.parametrize("blank", [b"\n", b"\r\n"])
+def test_blank_lines_count(suffix: str, blank: bytes, tmp_path: Path) -> None:
+    """Hundreds of millions of them take as long as rows do."""
+    path = tmp_path / f"d{suffix}"
+    row = {".csv": b"text\n", ".tsv": b"text\n"}.get(suffix, ROW)
+    path.write_bytes(row + blank * 1001 + row)
+    assert list(read_examples([path], LIMITS))
+    path.write_bytes(row + blank * 1002 + row)
+    with pytest.raises(DataError, match=r"has more than 1,000 blank lines, the most that is read"):
+        list(read_examples([path], LIMITS))

@@ -12,6 +12,7 @@ from fp8serve.model.text.examples import (
     ChatExample,
     PromptExample,
     TextExample,
+    example_from,
     read_examples,
     tokenize,
     tokenize_pieces,
@@ -67,14 +68,25 @@ def test_text_becomes_passages_of_whole_paragraphs(tmp_path: Path) -> None:
     ("row", "message"),
     [
         ('{"text": ', "d.jsonl:2 is not valid JSON"),
-        ("[1]", "d.jsonl:2 is a JSON list where an object"),
+        ("[1]", "d.jsonl:2 is a list where an object"),
         ("null", "d.jsonl:2 is null where an object"),
         ({"text": "a", "messages": CHAT}, "d.jsonl:2 has both text and messages; give one of"),
         ({"text": "a", "completion": "b"}, "has both text and prompt"),
         ({"content": "a"}, r"has only \['content'\]; give one of"),
         ({"prompt": "a"}, "`completion` is missing"),
-        ({"text": 3}, "`text` is a int, not text"),
+        ({"text": 3}, "`text` is a number, not text"),
         ({"text": ""}, "`text` is empty"),
+        ({"text": None, "x": None}, "d.jsonl:2 has no value in `text`; give one of"),
+        ({"prompt": "a", "completion": None}, "`completion` is missing"),
+        ({"text": ["a"]}, "`text` is a list, not text"),
+        (
+            '{"text": "a",}',
+            "is not valid JSON: there is a comma too many|a name in double quotes is missing at character",
+        ),
+        ("{'text': 'a'}", "is not valid JSON: a name in double quotes is missing at character 2"),
+        ('{"text": "a"} {}', "is not valid JSON: there is more behind the value at character 15"),
+        ('{"text": "a', "is not valid JSON: a string does not end that begins at character 10"),
+        ('{"a":' * 100_000, "is not valid JSON: it is nested too deeply"),
         ({"text": "\ud800"}, "half of a surrogate pair"),
         ({"messages": []}, "not a list of messages"),
         ({"text": "a", "tools": [{"type": "function"}]}, "has `tools` without `messages`"),
@@ -231,3 +243,23 @@ def test_pieces_are_as_many_as_were_asked_for(tokenizer: Tokenizer) -> None:
     whole = tokenize(TextExample(WORDS), tokenizer)
     pieces = tokenize_pieces(TextExample(WORDS), tokenizer, 100, 3)
     assert [i for p in pieces for i in p.ids] == whole.ids[:300]
+
+
+NULLS = {"text": None, "prompt": None, "completion": None, "messages": None, "tools": None}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [{"text": "a"}, {"prompt": "a", "completion": "b"}, {"messages": [{"role": "assistant", "content": "a"}]}],
+)
+def test_a_column_that_is_null_is_a_column_that_is_absent(row: dict[str, Any]) -> None:
+    assert example_from({**NULLS, **row}) == example_from(row)
+
+
+def test_a_weight_that_is_null_is_a_weight_that_is_absent() -> None:
+    said = {"role": "assistant", "content": "a", "weight": None}
+    example = example_from({"messages": [{"role": "user", "content": "b", "weight": None}, said]})
+    assert isinstance(example, ChatExample)
+    assert [message.get("weight") for message in example.messages] == [None, None]
+    with pytest.raises(DataError, match="every message of the assistant has weight 0"):
+        example_from({"messages": [said | {"weight": 0}]})

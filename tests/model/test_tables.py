@@ -44,9 +44,9 @@ def test_csv_cells_hold_lines_quotes_and_chats(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.json", '[{"text": "a"}, 3]', r"a\.json:2 is a JSON int where an object"),
+        ("a.json", '[{"text": "a"}, 3]', r"a\.json:2 is a number where an object"),
         ("a.json", '[{"text": "a"}', r"a\.json is not valid JSON"),
-        ("a.json", '[{"text": "a"}, {"text": 1}]', r"a\.json:2: `text` is a int"),
+        ("a.json", '[{"text": "a"}, {"text": 1}]', r"a\.json:2: `text` is a number"),
         ("a.json", "[" * 100_000, r"a\.json:1 is not valid JSON"),
         ("a.json", '[{"text": "a"} {"text": "b"}]', r"a\.json is not valid JSON: expected '\]', found '{'"),
         ("a.json", '[{"text": "a"}] 3', r"a\.json is not valid JSON: there is more behind the array"),
@@ -54,15 +54,18 @@ def test_csv_cells_hold_lines_quotes_and_chats(tmp_path: Path) -> None:
         (
             "a.json",
             '[{"text": "a"},\n{"text" "b"}' + " " * 99_999,
-            r"a\.json:2 is not valid JSON: Expecting ':' delimiter",
+            r"a\.json:2 is not valid JSON: a colon is missing",
         ),
-        ("a.json", '[{"text": "\\x"}]', r"a\.json:1 is not valid JSON: Invalid \\escape"),
+        ("a.json", '[{"text": "\\x"}]', r"a\.json:1 is not valid JSON: there is an invalid escape"),
         ("a.json", b'[{"text": "' + b"a" * 99_999 + b'\xc3"}]', r"a\.json is not UTF-8 text: byte 100010 cannot"),
         ("a.json", "[]", "holds no examples"),
         ("a.csv", "text\na,b\n", r"a\.csv:2 has more cells than the header \['text'\]"),
-        ("a.csv", 'text\n"a\n', r"a\.csv:2 is not valid CSV: unexpected end of data"),
+        ("a.csv", 'text\n"a\n', r"a\.csv:2 is not valid CSV: a quoted cell has no closing quote"),
         ("a.csv", "text,prompt\n,\n", r"a\.csv:2 has only \[\]; give one of"),
         ("a.csv", "messages\nhello\n", r"a\.csv:2: `messages` is text that is not valid JSON"),
+        ("a.csv", 'text\n"a"b\n', r"a\.csv:2 is not valid CSV: there is text behind the closing quote"),
+        ("a.csv", "text,x,text\na,b,c\n", r"a\.csv has 2 columns called 'text'; rename all but one of them"),
+        ("a.tsv", "messages\tmessages\tmessages\n", r"a\.tsv has 3 columns called 'messages'; rename all"),
         ("a.csv", b"text\nvoil\xe0\n", "not UTF-8 text"),
     ],
 )

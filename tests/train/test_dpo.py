@@ -245,7 +245,7 @@ def test_an_earlier_turn_of_the_assistant_is_context(model_dir: Path) -> None:
         ({"preferred_output": [YES], "non_preferred_output": [NO]}, "x:1: `input` is no object with a list of"),
         ({"input": {"messages": [USER]}, "preferred_output": [YES]}, "x:1 has only ['input', 'preferred_output']"),
         ('{"chosen": "a",', "x:1 is not valid JSON"),
-        ("[1]", "x:1 is a JSON list where an object was expected"),
+        ("[1]", "x:1 is a list where an object was expected"),
     ],
 )
 def test_a_bad_row_is_one_sentence_with_its_line(row: Any, said: str) -> None:

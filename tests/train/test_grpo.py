@@ -409,7 +409,7 @@ def test_one_conversation_in_every_form(model_dir: Path) -> None:
         ({"prompt": 3}, "x:1: `prompt` is not a list of messages"),
         ({"prompt": [USER, ANSWER]}, "`prompt` ends with the assistant's answer, which the model is to write itself"),
         ({"messages": [{"role": "user"}]}, "x:1: message 0 has no text"),
-        ("[1]", "x:1 is a JSON list where an object was expected"),
+        ("[1]", "x:1 is a list where an object was expected"),
     ],
 )
 def test_a_bad_row_is_one_sentence_with_its_line(row: Any, said: str) -> None:

@@ -66,7 +66,11 @@ UNUSED = {
     "dpo": '{"prompt": "a", "chosen": "b", "rejected": "b"}',
     "grpo": json.dumps({"prompt": "a " * 99}),
 }
-LACKS = {"sft": "a token to learn from", "dpo": "two different answers", "grpo": "a prompt with room for an answer"}
+LACKS = {
+    "sft": "a token to learn from",
+    "dpo": "two different answers",
+    "grpo": "a prompt of at least two tokens with room for an answer",
+}
 
 
 @pytest.mark.parametrize(

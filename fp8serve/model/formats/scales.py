@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8serve.errors import Fp8ServeError, RecipeError, ScalesError
+from fp8serve.errors import Fp8ServeError, RecipeError, ScalesError, json_fault
 from fp8serve.fp8.amax_rules import RULES
 from fp8serve.fp8.recipe import Recipe, delayed, from_json, to_json
 from fp8serve.fp8.scaling import fp8_max
@@ -142,7 +142,7 @@ def _observations(text: str, path: Path) -> dict[str, Any]:
     try:
         value = json.loads(text, object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as e:
-        raise ScalesError(f"{path} has observations that are not valid JSON: {e}.") from None
+        raise ScalesError(f"{path} has observations that are not valid JSON: {json_fault(e)}.") from None
     if not isinstance(value, dict) or not isinstance(value.get("tensors", {}), dict):
         raise ScalesError(f"{path} has observations that are not a JSON object.")
     return value

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8serve.errors import Fp8ServeError, MachineError, TakenError, one_line, shown
+from fp8serve.errors import Fp8ServeError, MachineError, TakenError, json_fault, json_kind, shown
 from fp8serve.model.storage.opening import open_member, too_large
 
 if TYPE_CHECKING:
@@ -66,9 +66,9 @@ def read_json(path: Path, error: type[Fp8ServeError] = TakenError, root: Path | 
         if "\\ud" in text or "\\uD" in text:  # half of a surrogate pair is a ValueError, too
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as e:
-        raise error(f"{path} is not valid JSON: {one_line(e) or 'nested too deeply'}.") from None
+        raise error(f"{path} is not valid JSON: {json_fault(e)}.") from None
     if not isinstance(value, dict):
-        raise error(f"{path} holds a JSON {type(value).__name__} where an object was expected.")
+        raise error(f"{path} holds {json_kind(value)} where an object was expected.")
     return value
 
 

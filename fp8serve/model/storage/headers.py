@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fp8serve.errors import ModelError, one_line
+from fp8serve.errors import ModelError, json_fault
 from fp8serve.model.storage.files import no_duplicates
 from fp8serve.model.storage.opening import open_member
 
@@ -31,7 +31,7 @@ def header_json(path: Path) -> Header:
     try:
         raw = json.loads(text, object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as e:
-        raise ModelError(f"{path} has a header that is not valid JSON: {one_line(e)}.") from None
+        raise ModelError(f"{path} has a header that is not valid JSON: {json_fault(e)}.") from None
     if not isinstance(raw, dict):
         raise ModelError(f"{path} has a header that is not a JSON object.")
     return Header(raw, 8 + length, size)

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fp8serve.errors import DataError, one_line, shown
+from fp8serve.errors import DataError, json_fault, json_kind, shown
 from fp8serve.model.text.tables import JSON_ROWS
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -32,7 +32,7 @@ NO_ARGUMENTS = {"type": "object", "properties": {}}
 def messages_of(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
     """The messages of a row to learn from: a list, or JSON text of one. DataError names `where` and what is wrong."""
     messages = conversation_of(value, where)
-    learnt = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("weight", 1)]
+    learnt = [i for i, m in enumerate(messages) if m["role"] == "assistant" and is_learnt(m)]
     if not learnt:
         weightless = any(m["role"] == "assistant" for m in messages)
         what = "every message of the assistant has weight 0" if weightless else "no message is the assistant's"
@@ -40,6 +40,11 @@ def messages_of(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
     for i in learnt:
         _check_answer(messages[i], f"{where}: message {i}")
     return messages
+
+
+def is_learnt(message: Mapping[str, Any]) -> bool:
+    """Whether the weight of an assistant's message is 1, which it is without one."""
+    return message.get("weight") in (1, None)
 
 
 def conversation_of(value: Any, where: str, column: str = "messages") -> tuple[Mapping[str, Any], ...]:
@@ -67,7 +72,7 @@ def tools_of(row: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], ...
         raise DataError(f"{where} has `functions`, OpenAI's older form; give them as `tools`.")
     tools = _from_json(row.get("tools") or [], f"{where}: `tools`")
     if not isinstance(tools, list):
-        raise DataError(f"{where}: `tools` is a {type(tools).__name__}, not a list.")
+        raise DataError(f"{where}: `tools` is {json_kind(tools)}, not a list.")
     return tuple(_tool(tool, f"{where}: tool {i}") for i, tool in enumerate(tools))
 
 
@@ -86,7 +91,7 @@ def _from_json(value: Any, what: str) -> Any:
     try:
         return JSON_ROWS.decode(value)
     except (ValueError, RecursionError) as e:
-        raise DataError(f"{what} is text that is not valid JSON: {one_line(e)}.") from None
+        raise DataError(f"{what} is text that is not valid JSON: {json_fault(e)}.") from None
 
 
 def _check_message(message: Mapping[str, Any], where: str) -> None:
@@ -104,7 +109,7 @@ def _check_message(message: Mapping[str, Any], where: str) -> None:
         raise DataError(f"{where}: its `name` is {shown(message['name'])}, which is not text.")
     texts = [*_texts(message.get("content"), bool(calls), where), *_texts_of_calls(calls, where), *reasoning]
     _check_id(message.get("tool_call_id"), f"{where}: `tool_call_id`")
-    if message.get("weight", 1) not in (0, 1):
+    if message.get("weight") not in (0, 1, None):
         raise DataError(f"{where} has weight {shown(message['weight'])}, which is neither 0 nor 1.")
     if foreign := [flag for flag in FOREIGN_FLAGS if message.get(flag) is not None]:
         raise DataError(f'{where} has `{foreign[0]}`, which is not read; write "weight": 0 for what is not learnt.')
@@ -147,7 +152,7 @@ def foreign_value(value: Any, depth: int = 0) -> str | None:
     if isinstance(value, float):
         return None if math.isfinite(value) else shown(value)
     if not isinstance(value, dict | list | tuple):
-        return f"{shown(value)} ({type(value).__name__})"
+        return f"{shown(value)}, a Python {type(value).__name__}"
     if depth == MAX_DEPTH:
         return "values that are nested too deeply"
     if isinstance(value, dict):
@@ -177,8 +182,8 @@ def _text_of(part: Any, where: str) -> str:
     is_object = isinstance(part, dict)
     text = part.get("text") if is_object and part.get("type") == "text" else None
     if not isinstance(text, str):
-        kind = part.get("type") if is_object else type(part).__name__
-        raise DataError(f"{where} has a part of the type {shown(kind)} in `content`; only text is read.")
+        kind = f"of the type {shown(part.get('type'))}" if is_object else f"that is {json_kind(part)}"
+        raise DataError(f"{where} has a part {kind} in `content`; only text is read.")
     return text
 
 
@@ -186,7 +191,7 @@ def _texts_of_calls(calls: Any, where: str) -> Iterator[str]:
     if calls is None:
         return
     if not isinstance(calls, list):
-        raise DataError(f"{where}: `tool_calls` is a {type(calls).__name__}, not a list.")
+        raise DataError(f"{where}: `tool_calls` is {json_kind(calls)}, not a list.")
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not _is_name(function.get("name")):

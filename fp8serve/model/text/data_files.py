@@ -121,7 +121,7 @@ def _by_suffix(path: Path, suffix: str, columns: Collection[str] | None, limits:
         return Rows(parquet_rows(path, limits.bytes, limits.row_bytes, columns))
     if suffix in DELIMITERS:
         lines = _file_lines(path, limits, whole=True)
-        return Rows(csv_rows(lines, str(path), DELIMITERS[suffix], limits.row_bytes))
+        return Rows(csv_rows(lines, str(path), DELIMITERS[suffix], limits.row_bytes, columns))
     if suffix == ".json" and _begins_with(path, "[", limits):
         return Rows(array_rows(_file_pieces(path, limits), str(path), limits.row_bytes))
     if suffix in (*JSON_LINES_SUFFIXES, ".json"):  # the hub holds many files of JSON lines that are called .json
@@ -155,7 +155,8 @@ def _unpacked(path: Path) -> Iterator[BinaryIO | gzip.GzipFile]:
         try:
             yield gzip.GzipFile(fileobj=file) if _is_gzip(path) else file
         except (EOFError, zlib.error, gzip.BadGzipFile) as e:
-            raise DataError(f"{path} is no whole gzip file: {one_line(e)}.") from None
+            reason = "it ends too early" if isinstance(e, EOFError) else "its bytes are no gzip data"
+            raise DataError(f"{path} is no whole gzip file: {reason}; pack it again.") from None
         except OSError as e:
             raise DataError(f"{path} cannot be read: {e.strerror or e}.") from None
 
@@ -184,13 +185,20 @@ def _file_pieces(path: Path, limits: DataLimits) -> Iterator[str]:
 
 
 def _lines(file: BinaryIO | gzip.GzipFile, name: str, limits: DataLimits, whole: bool = False) -> Iterator[str]:
-    """Only newlines end a line. A byte-order mark is dropped."""
-    read = number = 0
+    """Only newlines end a line. A byte-order mark is dropped. Blank lines behind blank lines are bounded like rows,
+    because they take as long."""
+    read = number = blanks = 0
+    was_blank = False
     while raw := file.readline(limits.row_bytes + 1):
         number += 1
         if len(raw) > limits.row_bytes:
             raise too_large(name, number, limits.row_bytes)
         _check_size(name, read + len(raw), limits)
+        is_blank = raw.isspace()
+        blanks += is_blank and was_blank
+        was_blank = is_blank
+        if blanks > limits.rows:
+            raise DataError(f"{name} has more than {limits.rows:,} blank lines, the most that is read; take them out.")
         line = _decoded(raw, name, read)
         yield line if whole else line.removesuffix("\n").removesuffix("\r")
         read += len(raw)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fp8serve.errors import DataError, Fp8ServeError, json_kind, one_line, shown
-from fp8serve.model.text.chat_rows import messages_of, tools_of, valid_unicode
+from fp8serve.errors import DataError, Fp8ServeError, json_fault, json_kind, shown
+from fp8serve.model.text.chat_rows import is_learnt, messages_of, tools_of, valid_unicode
 from fp8serve.model.text.conversation import for_template
 from fp8serve.model.text.data_files import LIMITS, DataLimits, Rows, read_source, source_name
 from fp8serve.model.text.tables import JSON_ROWS
@@ -130,7 +130,7 @@ def object_of(row: str | Mapping[str, Any], where: str) -> Mapping[str, Any]:
     try:
         found = JSON_ROWS.decode(row)
     except (ValueError, RecursionError) as e:
-        raise DataError(f"{where} is not valid JSON: {one_line(e)}.") from None
+        raise DataError(f"{where} is not valid JSON: {json_fault(e)}.") from None
     if not isinstance(found, dict):
         raise DataError(f"{where} is {json_kind(found)} where an object was expected.")
     return found
@@ -138,15 +138,17 @@ def object_of(row: str | Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 def example_from(row: Mapping[str, Any], where: str = "example") -> Example:
     """One row: exactly one of `text`, `prompt` + `completion`, `messages` with or without `tools`; further columns are
-    ignored, and so is a `prompt` beside `messages`, which hold it.
+    ignored, so is a `prompt` beside `messages`, which hold it, and null is no value.
 
     DataError names `where` and what is wrong.
     """
-    kinds = [k for k, columns in _COLUMNS.items() if any(c in row for c in columns)]
-    if "messages" in row and "completion" not in row and "prompt" in kinds:
+    kinds = [k for k, columns in _COLUMNS.items() if any(row.get(c) is not None for c in columns)]
+    if "messages" in kinds and row.get("completion") is None and "prompt" in kinds:
         kinds.remove("prompt")
     if len(kinds) != 1:
-        found = f"both {' and '.join(kinds)}" if kinds else f"only {shown(sorted(row))}"
+        empty = next((column for column in COLUMNS if column in row), None)
+        found = f"no value in `{empty}`" if empty else f"only {shown(sorted(row))}"
+        found = f"both {' and '.join(kinds)}" if kinds else found
         raise DataError(f"{where} has {found}; give one of `text`, `prompt` and `completion`, or `messages`.")
     if kinds[0] == "messages":
         return ChatExample(messages_of(row["messages"], where), where, tools_of(row, where))
@@ -164,7 +166,7 @@ COLUMNS = ("text", "prompt", "completion", "messages", "tools", "functions")
 def _text(row: Mapping[str, Any], column: str, where: str) -> str:
     value = row.get(column)
     if not isinstance(value, str):
-        found = "is missing" if column not in row else f"is a {type(value).__name__}, not text"
+        found = "is missing" if value is None else f"is {json_kind(value)}, not text"
         raise DataError(f"{where}: `{column}` {found}.")
     if not value and column != "prompt":
         raise DataError(f"{where}: `{column}` is empty.")
@@ -221,7 +223,7 @@ def _rendered(chats: Sequence[ChatExample], tokenizer: Tokenizer) -> Iterator[Ma
 
 def _conversation(example: ChatExample) -> Conversation:
     messages = for_template([{k: v for k, v in m.items() if k != "weight"} for m in example.messages])
-    skip = [i for i, m in enumerate(example.messages) if m["role"] == "assistant" and not m.get("weight", 1)]
+    skip = [i for i, m in enumerate(example.messages) if m["role"] == "assistant" and not is_learnt(m)]
     return Conversation(messages, skip, {"tools": list(example.tools) or None})
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from fp8serve.errors import DataError, one_line
 from fp8serve.model.storage.heap import limited_memory
-from fp8serve.model.text.tables import Numbered, too_large
+from fp8serve.model.text.tables import Numbered, check_names, too_large
 
 ROWS_AT_ONCE = 64
 MEMORY = 3 << 30  # bytes that decoding may map
@@ -38,6 +38,7 @@ def parquet_rows(path: Path, most: int, longest: int, columns: Collection[str] |
             file = ParquetFile(path, buffer_size=BUFFER, pre_buffer=False)
         with file:
             names = file.schema_arrow.names
+            check_names(names, str(path), columns)
             read = [name for name in names if columns is None or name in columns]
             if not read:
                 yield from ((number, dict.fromkeys(names)) for number in range(1, file.metadata.num_rows + 1))
@@ -48,7 +49,7 @@ def parquet_rows(path: Path, most: int, longest: int, columns: Collection[str] |
         what = f"{path} takes more than {MEMORY >> 20} MiB of memory to read {ROWS_AT_ONCE} rows"
         raise DataError(f"{what}; write it with smaller values.") from None
     except (pa.ArrowException, OSError, UnicodeDecodeError) as e:  # the last from the name of a column
-        raise DataError(f"{path} is not a Parquet file that can be read: {one_line(e)}.") from None
+        raise DataError(f"{path} is not a Parquet file that can be read; pyarrow says: {one_line(e)}.") from None
 
 
 def _decoded(batches: Iterator[Any]) -> Iterator[Any]:
@@ -102,7 +103,8 @@ def _value(column: Any, index: int, what: str) -> Any:
     except MemoryError:
         raise
     except Exception as e:  # of Python's dates, of time zones, of text that is no UTF-8, or Arrow's own
-        raise DataError(f"{what} cannot be read ({column.type}): {one_line(e) or type(e).__name__}.") from None
+        reason = one_line(e) or type(e).__name__
+        raise DataError(f"{what} cannot be read ({column.type}): {reason}.") from None
 
 
 def _without_nulls(value: Any) -> Any:

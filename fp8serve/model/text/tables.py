@@ -7,11 +7,12 @@ readers hold one row at a time, however the file is broken into lines.
 import csv
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from fp8serve.errors import DataError, json_kind, one_line, shown
+from fp8serve.errors import DataError, json_fault, json_kind, shown
 
 MAX_DIGITS = 4300  # of a whole number; Python's own limit for int
 _WHITE_SPACE = re.compile(r"[ \t\r\n]+")
@@ -74,7 +75,7 @@ class _Array:
                     raise too_large(self._name, number, self._longest) from None
                 if self._may_be_cut(error) and self._grow():
                     continue
-                raise self._invalid(getattr(error, "msg", error), number) from None
+                raise self._invalid(json_fault(error, located=False), number) from None
             if end - self._at > self._longest:
                 raise too_large(self._name, number, self._longest)
             if not isinstance(value, dict):
@@ -109,18 +110,22 @@ class _Array:
         self._text, self._at = "".join(parts), 0
         return len(parts) > 1
 
-    def _invalid(self, why: object, number: int | None = None) -> DataError:
+    def _invalid(self, why: str, number: int | None = None) -> DataError:
         where = self._name if number is None else f"{self._name}:{number}"
-        return DataError(f"{where} is not valid JSON: {one_line(why)}.")
+        return DataError(f"{where} is not valid JSON: {why}.")
 
 
-def csv_rows(lines: Iterable[str], name: str, delimiter: str, longest: int) -> Numbered:
-    """(number of the line that ends the row, row) of CSV lines with their ends. longest: characters of a row."""
+def csv_rows(
+    lines: Iterable[str], name: str, delimiter: str, longest: int, columns: Collection[str] | None
+) -> Numbered:
+    """(number of the line that ends the row, row) of CSV lines with their ends. longest: characters of a row. columns:
+    those that are read, None: all."""
     csv.field_size_limit(longest)  # of the whole process: there is no other, and 131,072 is less than a chapter
     row_lines = _RowLines(lines, name, longest)
     reader = csv.reader(row_lines, delimiter=delimiter, strict=True)
     try:
         header = next((cells for cells in reader if cells), [])
+        check_names(header, name, columns)
         row_lines.size = 0
         for cells in reader:
             row_lines.size = 0
@@ -129,7 +134,23 @@ def csv_rows(lines: Iterable[str], name: str, delimiter: str, longest: int) -> N
             if cells:
                 yield reader.line_num, {column: cell for column, cell in zip(header, cells, strict=False) if cell}
     except csv.Error as e:
-        raise DataError(f"{name}:{reader.line_num} is not valid CSV: {one_line(e)}.") from None
+        raise DataError(f"{name}:{reader.line_num} is not valid CSV: {_csv_fault(e)}.") from None
+
+
+def check_names(header: Sequence[str], name: str, columns: Collection[str] | None) -> None:
+    """DataError: two columns of the table that are read have the same name, so that one of them would be lost."""
+    for column, count in Counter(header).items():
+        if count > 1 and (columns is None or column in columns):
+            raise DataError(f"{name} has {count} columns called {shown(column)}; rename all but one of them.")
+
+
+def _csv_fault(error: Exception) -> str:
+    message = str(error)
+    if "unexpected end" in message:
+        return "a quoted cell has no closing quote"
+    if "expected after" in message:
+        return "there is text behind the closing quote of a cell"
+    return "it cannot be divided into cells"
 
 
 class _RowLines:

@@ -1,6 +1,7 @@
 """transformers' class for a config.json, without weights: parameters on "meta", buffers as the class computes them."""
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
@@ -13,15 +14,26 @@ from fp8serve.model.config.reader import MOST
 from fp8serve.model.transformers_backend.attention import register
 from fp8serve.model.transformers_backend.experts import check_mixture, in_mixtures, take_apart
 
+OWN_ATTENTION = (
+    "{} cannot be served: transformers' class computes its attention or its positions in a way of its own, and "
+    "fp8serve replaces the attention of classes that leave it to transformers' attention interface."
+)
 LAYER_COUNTS = frozenset({"num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers"})
 """The keys by which config.json gives the number of layers, as transformers' classes spell it."""
 
 
 def build(config_json: str, attention: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     """The causal language model of this config.json, in evaluation mode. ModelError: it cannot be served."""
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, __version__
+    with _quiet_imports():
+        from transformers import (
+            CONFIG_MAPPING,
+            MODEL_FOR_CAUSAL_LM_MAPPING,
+            AutoConfig,
+            AutoModelForCausalLM,
+            __version__,
+        )
 
-    register()
+        register()
     raw = json.loads(config_json)
     if raw.get("model_type") not in CONFIG_MAPPING:
         remote = "; code that comes with a model is never run" if "auto_map" in raw else ""
@@ -41,6 +53,8 @@ def build(config_json: str, attention: str, dtype: torch.dtype = torch.bfloat16)
         with _parameters_on_meta():
             model = from_config(config, attn_implementation=attention, dtype=dtype)
     except Exception as problem:  # transformers' classes may raise anything
+        if isinstance(problem, KeyError) and attention in problem.args:  # it looks up a class of its own
+            raise ModelError(OWN_ATTENTION.format(_name(raw))) from problem
         raise ModelError(
             f"transformers {__version__} does not build {_name(raw)} from this config.json: {quoted(problem)}."
         ) from problem
@@ -48,6 +62,20 @@ def build(config_json: str, attention: str, dtype: torch.dtype = torch.bfloat16)
     take_apart(model, dtype)
     check(model, _name(raw))
     return cast(nn.Module, model.eval())
+
+
+@contextmanager
+def _quiet_imports() -> Iterator[None]:
+    """Without the warnings of torchao and torch about parts of torchao, which transformers imports and nobody uses."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _check_layers(raw: Mapping[str, Any]) -> None:

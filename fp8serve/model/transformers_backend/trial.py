@@ -20,10 +20,14 @@ from fp8serve.errors import ModelError, shown
 from fp8serve.model.config.decoder import ModelConfig, TransformersClass
 from fp8serve.model.config.reader import token_ids
 from fp8serve.model.transformers_backend.attention import TRIED, Mask, Seen, answering
-from fp8serve.model.transformers_backend.building import build, quoted
+from fp8serve.model.transformers_backend.building import OWN_ATTENTION, build
 
 TOKENS = 4
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length")
+BY_VALUES = (
+    "{} cannot be served: transformers' class decides by the values of its tensors how it computes, and fp8serve "
+    "checks a class before it reads weights."
+)
 _COMPUTED = {"scaling", "softcap", "sliding_window"}
 _HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states", "cache_position",
              "is_causal", "layer_idx", "return_dict", "output_router_logits"}  # fmt: skip
@@ -53,6 +57,8 @@ def _described(config_json: str, generation_json: str, where: str) -> ModelConfi
         raise ModelError(f"{where}: the architecture {shown(found[0])} is not that of {name}.")
     _check_rope(config, name, where)
     calls = trial(model)
+    if (longest := _longest(config)) is None:
+        raise ModelError(f"{where} names no longest context of {name}; add max_position_embeddings.")
     if len(calls) != config.num_hidden_layers:
         raise ModelError(
             f"{where}: {name} calls transformers' attention interface {_times(len(calls))} in "
@@ -65,7 +71,7 @@ def _described(config_json: str, generation_json: str, where: str) -> ModelConfi
         model_type=str(raw["model_type"]),
         **_sizes(model, calls[0]),
         num_layers=len(calls),
-        max_position_embeddings=_longest(config, name),
+        max_position_embeddings=longest,
         layer_windows=tuple(call.window for call in calls),
         layer_ropes=(None,) * len(calls),
         **_tokens(raw, generation, where),
@@ -105,7 +111,7 @@ def _tokens(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -
 def trial(model: Any) -> list[Call]:
     """The calls of attention in one pass over a few tokens, in their order."""
     calls: list[Call] = []
-    name, longest = type(model).__name__, _longest(model.config.get_text_config(), type(model).__name__)
+    name, longest = type(model).__name__, _longest(model.config.get_text_config()) or TOKENS
 
     def answer(number: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: Any) -> Tensor:
         _check_call(name, module, q, v, mask, options)
@@ -123,8 +129,8 @@ def trial(model: Any) -> list[Call]:
     except ModelError:
         raise
     except Exception as problem:  # raised by a class that does not expect this
-        why = "it computes by the values of its inputs" if "meta tensor" in str(problem) else quoted(problem)
-        raise ModelError(f"{name} does not run by transformers' attention interface: {why}.") from problem
+        by_values = "meta tensor" in str(problem)
+        raise ModelError((BY_VALUES if by_values else OWN_ATTENTION).format(name)) from problem
     return calls
 
 
@@ -203,11 +209,9 @@ def _window(sees: Seen, name: str, longest: int) -> int | None:
     return None if window == longest else window
 
 
-def _longest(config: Any, name: str) -> int:
-    found = next((value for key in _LENGTHS if isinstance(value := getattr(config, key, None), int)), None)
-    if found is None:
-        raise ModelError(f"config.json does not say for how long a context {name} was made.")
-    return found
+def _longest(config: Any) -> int | None:
+    """The longest context of the model, if its configuration names it."""
+    return next((value for key in _LENGTHS if isinstance(value := getattr(config, key, None), int)), None)
 
 
 def _check_rope(config: Any, name: str, where: str) -> None:

@@ -102,7 +102,6 @@ def bombs() -> dict[str, tuple[bytes, str]]:
     """Files of a few kilobytes that hold more than 1000 rows, or a row of more than 1000 bytes."""
     row = json.dumps(ROWS[0])
     rows, long = "has more than 1,000 rows, the most that is read", "is a row of more than 1000 bytes"
-    much = "is larger than 1 MiB"
     packed = {
         "rows.jsonl.gz": (f"{row}\n" * 50_000, rows),
         "rows.json.gz": (f"[{row}{f', {row}' * 50_000}]", rows),
@@ -110,7 +109,7 @@ def bombs() -> dict[str, tuple[bytes, str]]:
         "rows.txt.gz": ("a\n\n" * 50_000, "has more than 1,000 paragraphs"),
         "long.jsonl.gz": (json.dumps({"text": "a" * 50_000}), long),
         "long.json.gz": (json.dumps([{"text": "a" * 50_000}]), long),
-        "blank.jsonl.gz": ("\n" * (2 << 20), much),
+        "blank.jsonl.gz": ("\n" * (2 << 20), "more than 1,000 blank lines"),
     }
     found = {name: (gzip.compress(text.encode()), why) for name, (text, why) in packed.items()}
     found["rows.parquet"] = parquet({"text": ["a"] * 50_000}), rows

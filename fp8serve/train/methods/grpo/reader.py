@@ -1,6 +1,7 @@
 """Files become prompts, as token ids. No torch here.
 
-A prompt that leaves no room for an answer within the longest row is dropped, and counted.
+A prompt that leaves no room for an answer within the longest row, or has one token only, from which the first pass
+predicts nothing, is dropped, and counted.
 """
 
 import json
@@ -46,8 +47,8 @@ class GrpoReader:
     """See `interface.Reader`. longest: tokens of an answer."""
 
     columns: Collection[str] | None = None
-    lacks = "a prompt with room for an answer"
-    advice = "raise seq_len or lower max_completion_length"
+    lacks = "a prompt of at least two tokens with room for an answer"
+    advice = "raise seq_len, lower max_completion_length, or give longer prompts"
 
     def __init__(self, longest: int) -> None:
         self.longest = longest
