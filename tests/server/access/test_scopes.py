@@ -84,3 +84,14 @@ async def test_the_refusal_is_one_sentence(start: Start, tmp_path: Path) -> None
         assert answer.json()["error"]["code"] == "forbidden"
         assert answer.json()["error"]["message"].startswith("This API key is for read,")
         assert (await server.client.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize("scope", ["generate", "admin"])
+def test_operating_names_every_route_of_a_scope(scope: Scope) -> None:
+    """`POST /` is /generate by another name; `{...}` may be called otherwise there."""
+    page = Path(__file__).parents[3] / "docs" / "operating.md"
+    (row,) = (line for line in page.read_text().splitlines() if line.startswith(f"| `{scope}` |"))
+    paths = {route.partition(" ")[2] for route in OPENED_BY[scope]} - {"/", "/generate/stream"}
+    shared = {"/models/{name:path}/load", "/models/{name:path}/unload", "/models/{name:path}/alias"}  # "`load`, ..."
+    missing = [path for path in paths - shared if path.split("{")[0].rstrip("/") not in row]
+    assert not [path for path in missing if path != "/v1/messages/count_tokens"]
