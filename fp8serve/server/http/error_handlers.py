@@ -149,7 +149,18 @@ def fault_of(errors: Sequence[Any], fields: Sequence[str] = ()) -> Fault:
         instead = first["ctx"].get("instead") or None
         message = f"This server does not implement {name}; leave it out."
         return Fault(Code.UNSUPPORTED_PARAMETER, message, param=name, hint=instead)
-    return Fault(Code.INVALID_PARAMETER, f"{rule(place or 'The request', first)}.", param=place or None)
+    clause = _with_alternatives(rule(place or "The request", first), first, errors)
+    return Fault(Code.INVALID_PARAMETER, f"{clause}.", param=place or None)
+
+
+def _with_alternatives(clause: str, first: Any, errors: Sequence[Any]) -> str:
+    """The clause about a value of a wrong type, with the types that the other branches of a union want."""
+    if not str(first["type"]).endswith("_type"):
+        return clause
+    place = _place(first["loc"])
+    same = [e for e in errors if str(e["type"]).endswith("_type") and _place(e["loc"]) == place]
+    others = dict.fromkeys(rule("", e).removeprefix(" must be ") for e in same)
+    return " or ".join([clause, *(other for other in others if not clause.endswith(f"must be {other}"))])
 
 
 def _of_the_branch_meant(errors: Sequence[Any]) -> Any:
@@ -167,10 +178,21 @@ def _place(location: Sequence[Any]) -> str:
     """
     parts = [str(part) for part in location[1:]]
     own = [part for before, part in pairwise(["", *parts]) if before not in _TAGGED]
-    named = [part for part in own if part.isidentifier() or part.isdigit()]
-    return ".".join(part[:40] for part in named if part not in _BRANCHES)[:120]
+    named = [part for part in own if (part.isidentifier() or part.isdigit()) and part not in _BRANCHES]
+    fields = [part for i, part in enumerate(named) if not _is_tag_of_item(named[:i], part)]
+    return ".".join(part[:40] for part in fields)[:120]
+
+
+def _is_tag_of_item(before: Sequence[str], part: str) -> bool:
+    return len(before) > 1 and before[-1].isdigit() and part in _TAGS_OF_ITEMS.get(before[-2], ())
 
 
 _BRANCHES = frozenset({"str", "int", "float", "bool"})
 _TAGGED = frozenset({"response_format", "grammar", "tool_choice"})
 """Fields whose `type` chooses a branch of a union: the branch's name stands behind the field's."""
+_TAGS_OF_ITEMS = {
+    "messages": frozenset({"user", "assistant", "system"}),
+    "input": frozenset({"message", "function_call", "function_call_output", "reasoning"}),
+    "content": frozenset({"thinking", "tool_use", "tool_result"}),
+}
+"""Lists whose items are branches of a union: the branch's name stands behind the index."""

@@ -13,22 +13,11 @@ from pydantic_core import PydanticCustomError
 from fp8serve.engine.sampling_params import INT32, MAX_STOP_STRINGS, StopString, Tokens
 from fp8serve.server.schemas.bodies import Body, Strict
 from fp8serve.server.schemas.foreign_fields import MESSAGES, with_foreign_fields
-from fp8serve.server.schemas.messages import MAX_CALLS, ToolName
+from fp8serve.server.schemas.messages import MAX_CALLS, ToolName, only_text
 from fp8serve.server.schemas.tools import MAX_TOOLS, ArgumentSchema
 
-NOT_TEXT = frozenset({"image", "document", "search_result", "container_upload"})
 MAX_BLOCKS = 256
 Id = Annotated[str, Field(min_length=1, max_length=256)]
-
-
-def _only_text(content: Any) -> Any:
-    """An error for blocks of a kind that no model here reads."""
-    for block in content if isinstance(content, list) else ():
-        if isinstance(block, dict) and isinstance(block.get("type"), str) and block["type"] in NOT_TEXT:
-            raise PydanticCustomError(
-                "not_text", "blocks of the type {type} are not read here; send text", {"type": block["type"]}
-            )
-    return content
 
 
 class CacheControl(Strict):
@@ -61,7 +50,7 @@ class ToolUseBlock(Block):
     toolset_name: None = None
 
 
-TextBlocks = Annotated[Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS)] | str, BeforeValidator(_only_text)]
+TextBlocks = Annotated[Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS)] | str, BeforeValidator(only_text)]
 
 
 class ToolResultBlock(Block):
@@ -80,7 +69,7 @@ class UserTurn(Strict):
             Field(min_length=1, max_length=MAX_BLOCKS),
         ]
         | str,
-        BeforeValidator(_only_text),
+        BeforeValidator(only_text),
     ]
 
 
@@ -92,7 +81,7 @@ class AssistantTurn(Strict):
             Field(max_length=min(MAX_BLOCKS, MAX_CALLS)),
         ]
         | str,
-        BeforeValidator(_only_text),
+        BeforeValidator(only_text),
     ]
 
 

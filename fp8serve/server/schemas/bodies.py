@@ -1,4 +1,5 @@
-"""The common rules of all request bodies: no unknown fields, no coercion, no NaN, no infinity, no lone surrogate.
+"""The common rules of all request bodies: no unknown fields, no coercion, no NaN, no infinity, no lone surrogate,
+no deep nesting.
 
 `Strict` is the base of every object that a client sends, `Body` of the outermost one. Fields of other projects that are
 not taken as they are stand in `FOREIGN` (foreign_fields.py): those that would change an answer may only hold a value
@@ -7,6 +8,7 @@ that asks for nothing. Bounds that depend on the server (context length, number 
 """
 
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -88,8 +90,14 @@ class Strict(BaseModel):
         return self
 
 
+MAX_LEVELS = 200
+"""Objects and lists inside one another in a body. Code that handles JSON by recursion fails at about 480, and schemas
+are refused beyond 128."""
+
+
 class Body(Strict):
-    """The outermost object; it also renames mapped fields, and checks that every string is well-formed Unicode."""
+    """The outermost object; it also renames mapped fields, bounds the nesting, and checks that every string is
+    well-formed Unicode."""
 
     @model_validator(mode="before")
     @classmethod
@@ -104,25 +112,25 @@ class Body(Strict):
     @model_validator(mode="before")
     @classmethod
     def _well_formed(cls, data: Any) -> Any:
-        if not well_formed(data):
-            raise PydanticCustomError("surrogate", "a string holds half of a surrogate pair, which no text does")
-        return data
+        level = [data]
+        for _ in range(MAX_LEVELS + 1):
+            if not all(_encodable(item) for item in level if isinstance(item, str)):
+                raise PydanticCustomError("surrogate", "a string holds half of a surrogate pair, which no text does")
+            if not (level := list(_members(level))):
+                return data
+        raise PydanticCustomError(
+            "nesting", "more than {levels} objects and lists stand inside one another", {"levels": MAX_LEVELS}
+        )
 
 
-def well_formed(value: Any) -> bool:
-    """Whether every string inside `value`, keys included, is Unicode text. Iterative: nesting costs no stack."""
-    pending = [value]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, str):
-            if not _encodable(item):
-                return False
-        elif isinstance(item, dict):
-            pending.extend(item)
-            pending.extend(item.values())
+def _members(level: Iterable[Any]) -> Iterator[Any]:
+    """What the lists and objects of a level hold, keys included."""
+    for item in level:
+        if isinstance(item, dict):
+            yield from item
+            yield from item.values()
         elif isinstance(item, list):
-            pending.extend(item)
-    return True
+            yield from item
 
 
 def _encodable(text: str) -> bool:

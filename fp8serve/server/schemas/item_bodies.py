@@ -13,23 +13,12 @@ from fp8serve.engine.sampling_params import Tokens
 from fp8serve.server.schemas.answer_form import JsonObjectFormat, TextFormat
 from fp8serve.server.schemas.bodies import Body, Metadata, Strict
 from fp8serve.server.schemas.foreign_fields import RESPONSES, STORED, refused, with_foreign_fields
-from fp8serve.server.schemas.messages import Effort, ToolName
+from fp8serve.server.schemas.messages import Effort, ToolName, only_text
 from fp8serve.server.schemas.tools import MAX_TOOLS, ArgumentSchema, Word, choice_of
 
 MAX_PARTS = 256
-NOT_TEXT = frozenset({"input_image", "input_file", "input_audio"})
 Id = Annotated[str, Field(min_length=1, max_length=256)]
 Status = Literal["in_progress", "completed", "incomplete"]
-
-
-def _only_text(content: Any) -> Any:
-    """An error for parts of a kind that no model here reads."""
-    for part in content if isinstance(content, list) else ():
-        if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] in NOT_TEXT:
-            raise PydanticCustomError(
-                "not_text", "parts of the type {type} are not read here; send text", {"type": part["type"]}
-            )
-    return content
 
 
 class TextPart(Strict):
@@ -43,7 +32,7 @@ class TextPart(Strict):
 
 
 TextParts = Annotated[
-    Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)] | str, BeforeValidator(_only_text)
+    Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)] | str, BeforeValidator(only_text)
 ]
 
 

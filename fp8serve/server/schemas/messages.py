@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from fp8serve.model.text.conversation import for_template
@@ -13,6 +13,25 @@ MAX_CALLS = 128
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 """How much a model is to think, as OpenAI's clients say it."""
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+NOT_TEXT = frozenset(
+    {
+        "image", "image_url", "input_image", "image_file", "input_audio", "audio", "audio_url", "video", "video_url",
+        "file", "input_file", "document", "search_result", "container_upload",
+    }
+)  # fmt: skip
+"""The types of parts that no model here reads, by any project's names."""
+
+
+def only_text(content: Any) -> Any:
+    """`content`; an error that names the first part which is no text."""
+    for part in content if isinstance(content, list) else ():
+        if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] in NOT_TEXT:
+            raise PydanticCustomError(
+                "not_text", "parts of the type {type} are not read here; send text", {"type": part["type"]}
+            )
+    return content
 
 
 class TextPart(Strict):
@@ -45,7 +64,9 @@ class Message(Strict):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[TextPart], Field(min_length=1, max_length=256)] | str | None = None
+    content: Annotated[
+        Annotated[list[TextPart], Field(min_length=1, max_length=256)] | str | None, BeforeValidator(only_text)
+    ] = None
     name: Annotated[str, Field(max_length=64)] | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None

@@ -158,7 +158,7 @@ async def test_of_two_forms_of_a_field_the_complaint_is_about_the_one_meant(star
             for text, stop in SPOILED_STOPS.items()
         }
     assert said["five"] == "stop must have at most 4 items."
-    assert said["number"] == "stop must be text."
+    assert said["number"] == "stop must be text or a list."
     assert said["empty"] == "stop must have at least 1 character."
     assert said["one of them empty"] == "stop.1 must have at least 1 character."
     assert said["one of them long"] == "stop.0 must have at most 256 characters."

@@ -122,3 +122,64 @@ def test_no_refusal_has_pydantics_words(body: type[BaseModel]) -> None:
                     assert not [words for words in PYDANTICS if words in fault.message], fault.message
                 assert fault_of(errors).message.endswith(".")
     assert refused or not body.model_fields
+
+
+NOT_TEXT = [
+    ("/v1/chat/completions", "messages", "image_url"),
+    ("/v1/chat/completions", "messages", "input_audio"),
+    ("/v1/chat/completions", "messages", "file"),
+    ("/v1/messages", "messages", "image"),
+    ("/v1/messages", "messages", "document"),
+    ("/v1/responses", "input", "input_image"),
+]
+
+
+@pytest.mark.parametrize(("path", "field", "kind"), NOT_TEXT)
+async def test_an_image_is_refused_by_name_at_its_place(start: Start, path: str, field: str, kind: str) -> None:
+    turn = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": kind, kind: {"url": "http://a/b.png"}}]}
+    async with start() as server:
+        answer = await server.client.post(
+            path, json={"max_tokens": 1, field: [turn]} if field == "messages" else {field: [turn]}
+        )
+    assert answer.status_code == 400
+    sentence = f"{field}.0.content: parts of the type {kind} are not read here; send text."
+    assert answer.json()["error"]["message"] == sentence
+
+
+async def test_a_value_of_no_type_of_a_union_is_told_all_of_them(start: Start) -> None:
+    async with start() as server:
+        chat = await server.client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": 5}]})
+        text = await server.client.post("/v1/completions", json={"prompt": 5})
+    assert chat.json()["error"]["message"] in (
+        "messages.0.content must be a list or text.",
+        "messages.0.content must be text or a list.",
+    )
+    assert text.json()["error"]["message"] in ("prompt must be text or a list.", "prompt must be a list or text.")
+
+
+TOOL = '{"type": "function", "function": {"name": "f", "parameters": @}}'
+TURNS = '"messages": [{"role": "user", "content": "a"}]'
+NESTED = {
+    "tools": ("/v1/chat/completions", f'{{{TURNS}, "max_tokens": 1, "tools": [{TOOL}]}}'),
+    "variables": ("/v1/chat/completions", f'{{{TURNS}, "max_tokens": 1, "chat_template_kwargs": {{"a": @}}}}'),
+    "schema": ("/v1/chat/completions", f'{{{TURNS}, "max_tokens": 1, "guided_json": @}}'),
+    "Anthropic": ("/v1/messages", f'{{{TURNS}, "max_tokens": 1, "tools": [{{"name": "f", "input_schema": @}}]}}'),
+    "count": ("/v1/messages/count_tokens", f'{{{TURNS}, "tools": [{{"name": "f", "input_schema": @}}]}}'),
+    "tokenize": ("/tokenize", f'{{{TURNS}, "chat_template_kwargs": {{"a": @}}}}'),
+    "responses": ("/v1/responses", '{"input": "a", "tools": [{"type": "function", "name": "f", "parameters": @}]}'),
+    "generate": ("/generate", '{"inputs": "a", "parameters": {"grammar": {"type": "json", "value": @}}}'),
+    "finetune": ("/finetune", '{"data": [{"prompt": "a", "completion": "b", "c": @}]}'),
+}
+
+
+@pytest.mark.parametrize("case", NESTED)
+async def test_deep_nesting_is_the_requests_fault(start: Start, case: str) -> None:
+    """Between 480 levels and what the JSON parser refuses, recursion failed in another process: a 500."""
+    path, body = NESTED[case]
+    async with start() as server:
+        for levels in (250, 500, 950, 20_000):
+            deep = '{"a": ' * levels + "1" + "}" * levels
+            answer = await server.client.post(
+                path, content=body.replace("@", deep), headers={"content-type": "application/json"}
+            )
+            assert answer.status_code in (400, 422), (levels, answer.text)
