@@ -3,20 +3,13 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from fp8serve.fp8.recipe import to_json
-
-from .closeness import GOAL, Closeness
-from .data import source_names
-from .encoder_job import EncoderJob
-from .refused import quantized_note
+from .closeness import Closeness
 from .result import KeptReport, LayerReport, Made, worst_first
 from .words import decibels, size
-from .written import versions, weight_bytes
 
 
 @dataclass(frozen=True)
@@ -45,42 +38,6 @@ class EmbeddingReport:
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, allow_nan=False, ensure_ascii=False)
-
-
-def report_of(
-    job: EncoderJob, out: Path, folder: Path, quality: Closeness, layers: tuple[LayerReport, ...]
-) -> EmbeddingReport:
-    """The report of the model that is written to `out` and is now in `folder`."""
-    return EmbeddingReport(
-        model=str(job.source),
-        out=str(out),
-        recipe=json.loads(to_json(job.recipe)),
-        format=job.asked.format,
-        device=job.asked.device,
-        source=source_names(job.asked.data),
-        samples=job.batches.samples,
-        tokens=job.batches.tokens,
-        held_out_source=source_names(job.asked.holdout),
-        quality=quality,
-        layers=layers,
-        bytes_before=weight_bytes(job.source),
-        bytes_after=weight_bytes(folder),
-        seconds=job.stages.seconds | {"total": job.stages.total()},
-        versions=versions(),
-        rounding=job.asked.rounding,
-        kept=tuple(job.kept),
-        notes=(quality.text(), *_advice(job, quality), *quantized_note(job.source)),
-        made=job.made,
-    )
-
-
-def _advice(job: EncoderJob, quality: Closeness) -> tuple[str, ...]:
-    """Options that lose less, if vectors moved further than necessary."""
-    if quality.median >= GOAL:
-        return ()
-    ways = [] if job.asked.rounding == "gptq" else ["--rounding gptq"]
-    ways += ["--recipe w8a16"] if job.recipe.specs.linear["input"].is_fp8 else []
-    return (f"Less is lost by {', '.join((*ways, f'--target-cosine {GOAL}'))} (docs/embeddings.md).",)
 
 
 def embedding_table(report: EmbeddingReport, worst: int = 5) -> Table:

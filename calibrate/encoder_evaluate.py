@@ -23,7 +23,7 @@ from fp8serve.model.text.tokenizer import Tokenizer
 from .closeness import Closeness
 from .data import documents, load_samples, source_names
 from .device import check_device
-from .embedding import pooling_of
+from .pipeline import pooling_of
 from .encoder_result import EncoderEvalReport, ScoreDistance
 from .evaluate import check_comparable, named
 from .lengths import shortfall

@@ -28,7 +28,8 @@ from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.ops.arithmetic import amax
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
 from fp8serve.fp8.scaling import FIELDS, Entry, ScalingState, fp8_max, update
-from fp8serve.model.building import Model
+from fp8serve.model.building import AnyModel, Model
+from fp8serve.model.reading import hidden_states
 from fp8serve.ranks import ALONE, Ranks
 
 from .data import Batch
@@ -240,6 +241,19 @@ def observe(
     if needed is observer.seen and not all_experts:
         check_experts(observer.tokens, len(batches))
     check(observer.seen, needed, len(batches))
+    return observer
+
+
+@torch.no_grad()
+def observe_texts(
+    model: AnyModel, observer: Observer, batches: Sequence[Batch], recipe: Recipe, stages: Stages
+) -> Observer:
+    """As `observe`, of a model that reads whole texts (`model.reading`), into `observer`."""
+    for batch in stages.steps("observe", batches):
+        with autocast(enabled=False, calibrating=True, recipe=observer.recipe), torch.enable_grad():
+            hidden_states(model, batch.ids, batch.lengths)
+        observer.end_batch()
+    check(observer.seen, () if delayed(recipe) is None else observer.seen, len(batches))
     return observer
 
 

@@ -14,6 +14,9 @@ from .device import check_device
 from .options import CalibrationOptions
 from .precision import Target
 
+ENCODER_OPTIONS = ("data", "holdout", "samples", "seq_len", "batch_size", "seed", "device", "format", "max_shard_size",
+                   "rounding", "skip", "only", "target_cosine")  # fmt: skip
+
 
 def check_settings(
     out: Path, recipe: Recipe | None, asked: CalibrationOptions, processes: int = 1, *, is_encoder: bool = False
@@ -40,6 +43,14 @@ def check_settings(
     return recipe
 
 
+def check_encoder_options(options: CalibrationOptions) -> None:
+    """RecipeError: an option other than its default that has no meaning for a model that embeds."""
+    defaults = CalibrationOptions.of({})
+    for name, value in vars(options).items():
+        if name not in ENCODER_OPTIONS and value != getattr(defaults, name):
+            raise RecipeError(f"{name} is of models that write text, and this one embeds or classifies; leave it out.")
+
+
 def check_room(source: Path, out: Path) -> None:
     """MachineError: the disk of `out` has less room than one byte for each weight of `source`."""
     checkpoint = open_checkpoint(source)
@@ -60,7 +71,7 @@ def quantized_note(source: Path) -> tuple[str, ...]:
 
 
 def check_model(config: ModelConfig, asked: CalibrationOptions) -> None:
-    """ModelError: a model with a head of labels is measured in another way (embedding.py).
+    """ModelError: a model with a head of labels is measured in another way (job.py).
 
     RecipeError: smoothing must know what each layer reads, which only transformers knows for this model.
     """

@@ -5,9 +5,8 @@ import json
 import platform
 from collections import ChainMap
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,42 +21,64 @@ from fp8serve.model.readers import reader_notes
 from fp8serve.model.storage.files import whole_directory
 from fp8serve.model.storage.shards import open_shards
 
+from .closeness import GOAL, Closeness
 from .data import Batches, source_names
+from .embedding_report import EmbeddingReport
 from .generated import before_and_after
 from .job import Job
-from .methods import said_of_healing, said_of_smoothing
 from .observe import Observer
 from .options import CalibrationOptions
+from .page.encoder_pages import html_encoder_report
 from .page.pages import html_report
-from .result import CalibrationReport, DataReport, ExpertsReport, LayerReport, Made, Quality, TensorReport
+from .refused import quantized_note
+from .result import (
+    CalibrationReport,
+    DataReport,
+    ExpertsReport,
+    GeneratedReport,
+    HealingReport,
+    LayerReport,
+    Made,
+    Quality,
+    SmoothingReport,
+    TensorReport,
+)
+from .words import count
+
+Report = CalibrationReport | EmbeddingReport
 
 
-def write(job: Job, out: Path, quality: Quality, layers: tuple[LayerReport, ...], origin: Made) -> CalibrationReport:
+def write(job: Job, out: Path, quality: Quality | Closeness, layers: tuple[LayerReport, ...], origin: Made) -> Report:
     """Write `out`; returns the report as it was written, or would have been. origin: how the report was made."""
     stored = stored_states(job.states, job.recipe)
-    draft = replace(_draft(job, out, stored, quality, layers), made=origin)
     checkpoint = _checkpoint(job, stored)
     with job.stages.stage("write"):
-        if not job.asked.scales_only:
-            return _write_directory(job, out, checkpoint, draft)
+        if not job.options.scales_only:
+            return _write_directory(job, out, checkpoint, quality, layers, origin)
         with whole_directory(out) as folder:
             save_scales(folder / FILE_NAME, checkpoint)
-    return replace(draft, seconds=job.stages.seconds | {"total": job.stages.total()})
+    return _text_report(job, out, cast(Quality, quality), layers, origin)
 
 
-def _write_directory(job: Job, out: Path, checkpoint: ScalingCheckpoint, draft: CalibrationReport) -> CalibrationReport:
-    final = [draft]
+def _write_directory(
+    job: Job,
+    out: Path,
+    checkpoint: ScalingCheckpoint,
+    quality: Quality | Closeness,
+    layers: tuple[LayerReport, ...],
+    origin: Made,
+) -> Report:
+    reports: list[Report] = []
 
     def extra_files(folder: Path) -> dict[str, str | bytes]:
-        generated, told = before_and_after(job.decoder, job.batches.held_out, job.asked, job.stages, folder)
-        final[0] = report = replace(
-            draft,
-            bytes_after=weight_bytes(folder),
-            notes=(*draft.notes, *reader_notes(open_checkpoint(folder)), *told),
-            generated=generated,
-            seconds=job.stages.seconds | {"total": job.stages.total()},
-        )
-        return {"calibration.json": report.to_json() + "\n", "report.html": html_report(report)}
+        if isinstance(quality, Closeness):
+            report: Report = _embedding_report(job, out, quality, layers, origin, weight_bytes(folder))
+            page = html_encoder_report(report)
+        else:
+            report = _text_report(job, out, quality, layers, origin, folder)
+            page = html_report(report)
+        reports.append(report)
+        return {"calibration.json": report.to_json() + "\n", "report.html": page}
 
     rounded = {name: layer for name, layer in (job.rounded or {}).items() if name in job.linears}
     write_calibrated(
@@ -67,64 +88,122 @@ def _write_directory(job: Job, out: Path, checkpoint: ScalingCheckpoint, draft: 
         # scales of smoothed and healed weights are not the source's
         weights=_changed(job) if job.healing or job.smoothing else None,
         quantized={name: (layer.weight_q, layer.weight_scale_inv) for name, layer in rounded.items()},
-        kept=[name for group in job.kept for name in group.names],
-        format=draft.format,
+        kept=[name for group in job.in_bf16 for name in group.names],
+        format=job.options.format,
         extra_files=extra_files,
-        max_shard_bytes=job.asked.max_shard_bytes,
+        max_shard_bytes=job.options.max_shard_bytes,
     )
-    return final[0]
+    return reports[0]
 
 
 def _changed(job: Job) -> Mapping[str, Tensor]:
     """The source's parameters, with those that replace some of them."""
-    found: Any = (job.smoothed, open_checkpoint(job.source))  # typed for writing, and only read
-    return ChainMap(*found)
+    layers: Any = (job.smoothed, open_checkpoint(job.source))  # typed for writing, and only read
+    return ChainMap(*layers)
 
 
-def _draft(
-    job: Job,
-    out: Path,
-    stored: Mapping[str, ScalingState],
-    quality: Quality,
-    layers: tuple[LayerReport, ...],
+def _seconds(job: Job) -> dict[str, float]:
+    return job.stages.seconds | {"total": job.stages.total()}
+
+
+def _text_report(
+    job: Job, out: Path, quality: Quality, layers: tuple[LayerReport, ...], origin: Made, folder: Path | None = None
 ) -> CalibrationReport:
-    """The report without the figures that need the written directory."""
-    size = weight_bytes(job.source)
+    """folder: where the model is now that is written to `out`; None: no weights are written."""
+    stored = stored_states(job.states, job.recipe)
+    notes = job.notes + _smoothing_note(job.smoothing) + _healing_note(job.healing)
+    generated: tuple[GeneratedReport, ...] = ()
+    if folder is not None:
+        generated, note = before_and_after(job.decoder, job.batches.held_out, job.options, job.stages, folder)
+        notes += (*reader_notes(open_checkpoint(folder)), *note)
     return CalibrationReport(
         model=str(job.source),
         out=str(out),
         recipe=json.loads(to_json(job.recipe)),
-        format=job.asked.format,
-        device=job.asked.device,
-        data=_data_report(job.asked, job.batches),
+        format=job.options.format,
+        device=job.options.device,
+        data=_data_report(job.options, job.batches),
         quality=quality,
         layers=layers,
         tensors=_tensor_reports(job.observer, stored),
-        bytes_before=size,
-        bytes_after=size,
-        seconds={},
+        bytes_before=weight_bytes(job.source),
+        bytes_after=weight_bytes(folder or job.source),
+        seconds=_seconds(job),
         versions=versions(),
-        notes=job.notes + said_of_smoothing(job.smoothing) + said_of_healing(job.healing),
-        rounding=job.asked.rounding,
+        notes=notes,
+        rounding=job.options.rounding,
         smoothing=job.smoothing,
         healing=job.healing,
-        kept=tuple(job.kept),
+        kept=tuple(job.in_bf16),
+        generated=generated,
         experts=tuple(ExpertsReport(name, tuple(n.tolist())) for name, n in job.observer.tokens.items()),
+        made=origin,
     )
 
 
-def _data_report(asked: CalibrationOptions, batches: Batches) -> DataReport:
+def _smoothing_note(report: SmoothingReport | None) -> tuple[str, ...]:
+    if report is None:
+        return ()
+    helped = f"{len(report.pairs)} of {count(report.tried, 'input')}"
+    return (f"Smoothing evened out the channels of {helped}; the others are better as they are.",)
+
+
+def _healing_note(report: HealingReport | None) -> tuple[str, ...]:
+    if report is None:
+        return ()
+    change = f"KL on the held-out samples from {report.kl_before:.4f} to {report.kl_after:.4f} nats"
+    dropped = "" if report.helped else ", which is no better: the weights were written as they were before"
+    return (f"Healing took {report.steps} steps and moved the {change}{dropped}.",)
+
+
+def _embedding_report(
+    job: Job, out: Path, quality: Closeness, layers: tuple[LayerReport, ...], origin: Made, size: int
+) -> EmbeddingReport:
+    """size: bytes of the weights that were written."""
+    return EmbeddingReport(
+        model=str(job.source),
+        out=str(out),
+        recipe=json.loads(to_json(job.recipe)),
+        format=job.options.format,
+        device=job.options.device,
+        source=source_names(job.options.data),
+        samples=job.batches.samples,
+        tokens=job.batches.tokens,
+        held_out_source=source_names(job.options.holdout),
+        quality=quality,
+        layers=layers,
+        bytes_before=weight_bytes(job.source),
+        bytes_after=size,
+        seconds=_seconds(job),
+        versions=versions(),
+        rounding=job.options.rounding,
+        kept=tuple(job.in_bf16),
+        notes=(quality.text(), *_advice(job, quality), *quantized_note(job.source)),
+        made=origin,
+    )
+
+
+def _advice(job: Job, quality: Closeness) -> tuple[str, ...]:
+    """Options that lose less, if vectors moved further than necessary."""
+    if quality.median >= GOAL:
+        return ()
+    ways = [] if job.options.rounding == "gptq" else ["--rounding gptq"]
+    ways += ["--recipe w8a16"] if job.recipe.specs.linear["input"].is_fp8 else []
+    return (f"Less is lost by {', '.join((*ways, f'--target-cosine {GOAL}'))} (docs/embeddings.md).",)
+
+
+def _data_report(options: CalibrationOptions, batches: Batches) -> DataReport:
     return DataReport(
-        source=source_names(asked.data),
+        source=source_names(options.data),
         samples=batches.samples,
-        seq_len=asked.seq_len,
+        seq_len=options.seq_len,
         batches=len(batches.calibration),
         tokens=batches.tokens,
         held_out_samples=sum(len(b.lengths) for b in batches.held_out),
         held_out_tokens=sum(b.tokens for b in batches.held_out),
-        held_out_source=source_names(asked.holdout),
+        held_out_source=source_names(options.holdout),
         excluded=batches.excluded,
-        seed=asked.seed,
+        seed=options.seed,
         documents=batches.documents,
         held_out_documents=batches.held_out_documents,
     )

@@ -87,9 +87,9 @@ def _encoder(
     report_file: Path | None,
     json: bool,
 ) -> None:
-    from fp8serve.calibration.embedding import calibrate_encoder
     from fp8serve.calibration.embedding_report import embedding_table
     from fp8serve.calibration.page.encoder_pages import html_encoder_report
+    from fp8serve.calibration.pipeline import calibrate_encoder
     from fp8serve.calibration.refused import quantized_note
 
     notes = quantized_note(directory)
