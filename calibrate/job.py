@@ -13,6 +13,16 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from fp8serve.calibration.compare import compare, freezer, kl_shares
+from fp8serve.calibration.data import Batches
+from fp8serve.calibration.embedding import Closeness
+from fp8serve.calibration.measure import LayerTally
+from fp8serve.calibration.observe import Observer, observe, observe_texts
+from fp8serve.calibration.options import CalibrationOptions
+from fp8serve.calibration.passes import in_fp8, in_place, release_weights
+from fp8serve.calibration.progress import Stages
+from fp8serve.calibration.result import HealingReport, KeptReport, LayerReport, Quality, SmoothingReport
+from fp8serve.calibration.techniques.precision import Target, choices, fewest, ordered, restore, saved
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.linear import Linear
@@ -22,19 +32,6 @@ from fp8serve.model.building import AnyModel, Model
 from fp8serve.model.network.pooling import Pooling
 from fp8serve.model.reading import hidden_states
 from fp8serve.ranks import ALONE, Ranks
-
-from .closeness import Closeness
-from .compare import compare, freezer
-from .data import Batches
-from .layerwise import release_weights
-from .measure import LayerTally
-from .observe import Observer, observe, observe_texts
-from .options import CalibrationOptions
-from .passes import in_fp8, in_place
-from .precision import Target, choices, fewest, ordered, restore, saved
-from .progress import Stages
-from .result import HealingReport, KeptReport, LayerReport, Quality, SmoothingReport
-from .sensitivity import kl_shares
 
 Layers = tuple[LayerReport, ...]
 

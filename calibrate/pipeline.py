@@ -11,7 +11,7 @@
     write      the whole directory or nothing
     generate   a few held-out prompts continued by the model and by what was written (generated.py)
 
-Layers are computed one after the other, each over all batches (layerwise.py), so that a BF16 checkpoint larger than
+Layers are computed one after the other, each over all batches (passes.py), so that a BF16 checkpoint larger than
 memory is read once in each stage. Peak memory: one layer's weights as mapped pages, which the system may drop (a
 checkpoint of another type is converted: 2 bytes per parameter); its FP8 weights; the hidden states of all batches and
 one layer's activations of one batch; 256 rows of logits in FP32. The ranking reads the weights twice for each of its
@@ -31,6 +31,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from fp8serve.calibration.checks import (
+    check_encoder_options,
+    check_model,
+    check_room,
+    check_settings,
+    fitting,
+    quantized_note,
+    shortfall,
+)
+from fp8serve.calibration.data import Batches, calibration_batches
+from fp8serve.calibration.embedding import EmbeddingReport
+from fp8serve.calibration.job import Cosine, Divergence, Job
+from fp8serve.calibration.observe import Observer, observer_of, said_of_experts, settle
+from fp8serve.calibration.options import HEAL_RATE, CalibrationOptions
+from fp8serve.calibration.output import call, made, versions, write
+from fp8serve.calibration.progress import Progress, Stages
+from fp8serve.calibration.result import CalibrationReport, HealingReport, SmoothingReport
+from fp8serve.calibration.techniques.healing import Schedule, heal
+from fp8serve.calibration.techniques.input_scales import searched_amaxes
+from fp8serve.calibration.techniques.precision import kept_reports, left_out
+from fp8serve.calibration.techniques.rounding import round_weights
+from fp8serve.calibration.techniques.smoothing import FACTORS, pairs, smooth
+from fp8serve.calibration.unfinished import Once, Unfinished, description, every_time, recorded
+from fp8serve.calibration.unfinished import restore_observer as restore_observer
 from fp8serve.fp8.linear import Linear, convert
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
 from fp8serve.model.building import AnyModel, Model
@@ -45,28 +69,6 @@ from fp8serve.model.network.pooling import Pooling, read_pooling
 from fp8serve.model.reading import load_reader
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.ranks import ALONE, Ranks
-
-from .data import Batches, calibration_batches
-from .embedding_report import EmbeddingReport
-from .experts import said_of_experts
-from .healing import Schedule, heal
-from .input_scales import searched_amaxes
-from .job import Cosine, Divergence, Job
-from .lengths import fitting, shortfall
-from .made import call, made
-from .observe import Observer, observer_of, settle
-from .options import HEAL_RATE, CalibrationOptions
-from .pairs import pairs
-from .precision import kept_reports, left_out
-from .progress import Progress, Stages
-from .recorded import recorded
-from .recorded import restore as restore_observer
-from .refused import check_encoder_options, check_model, check_room, check_settings, quantized_note
-from .result import CalibrationReport, HealingReport, SmoothingReport
-from .rounding import round_weights
-from .smoothing import FACTORS, smooth
-from .unfinished import Once, Unfinished, description, every_time
-from .written import versions, write
 
 DELAYED = DelayedScaling()
 

@@ -2,9 +2,11 @@
 page."""
 
 import json
+import os
 import platform
 from collections import ChainMap
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,26 +14,16 @@ import torch
 from torch import Tensor
 
 import fp8serve
-from fp8serve.fp8.recipe import Recipe, to_json
-from fp8serve.fp8.scaling import ScalingState, fp8_max
-from fp8serve.model.checkpoint import ScalingCheckpoint, TensorScale, fingerprint, open_checkpoint, save_scales
-from fp8serve.model.export import write_calibrated
-from fp8serve.model.formats.scales import FILE_NAME
-from fp8serve.model.readers import reader_notes
-from fp8serve.model.storage.files import whole_directory
-from fp8serve.model.storage.shards import open_shards
-
-from .closeness import GOAL, Closeness
-from .data import Batches, source_names
-from .embedding_report import EmbeddingReport
-from .generated import before_and_after
-from .job import Job
-from .observe import Observer
-from .options import CalibrationOptions
-from .page.encoder_pages import html_encoder_report
-from .page.pages import html_report
-from .refused import quantized_note
-from .result import (
+from fp8serve.calibration.checks import quantized_note
+from fp8serve.calibration.data import Batches, source_names
+from fp8serve.calibration.embedding import GOAL, Closeness, EmbeddingReport
+from fp8serve.calibration.generated import before_and_after
+from fp8serve.calibration.job import Job
+from fp8serve.calibration.observe import Observer
+from fp8serve.calibration.options import CalibrationOptions
+from fp8serve.calibration.reports.page import html_encoder_report, html_report
+from fp8serve.calibration.reports.tables import count
+from fp8serve.calibration.result import (
     CalibrationReport,
     DataReport,
     ExpertsReport,
@@ -43,7 +35,14 @@ from .result import (
     SmoothingReport,
     TensorReport,
 )
-from .words import count
+from fp8serve.fp8.recipe import Recipe, to_json
+from fp8serve.fp8.scaling import ScalingState, fp8_max
+from fp8serve.model.checkpoint import ScalingCheckpoint, TensorScale, fingerprint, open_checkpoint, save_scales
+from fp8serve.model.export import write_calibrated
+from fp8serve.model.formats.scales import FILE_NAME
+from fp8serve.model.readers import reader_notes
+from fp8serve.model.storage.files import whole_directory
+from fp8serve.model.storage.shards import open_shards
 
 Report = CalibrationReport | EmbeddingReport
 
@@ -69,14 +68,15 @@ def _write_directory(
     origin: Made,
 ) -> Report:
     reports: list[Report] = []
+    report: Report
 
     def extra_files(folder: Path) -> dict[str, str | bytes]:
         if isinstance(quality, Closeness):
-            report: Report = _embedding_report(job, out, quality, layers, origin, weight_bytes(folder))
-            page = html_encoder_report(report)
+            embedding = _embedding_report(job, out, quality, layers, origin, weight_bytes(folder))
+            report, page = embedding, html_encoder_report(embedding)
         else:
-            report = _text_report(job, out, quality, layers, origin, folder)
-            page = html_report(report)
+            text = _text_report(job, out, quality, layers, origin, folder)
+            report, page = text, html_report(text)
         reports.append(report)
         return {"calibration.json": report.to_json() + "\n", "report.html": page}
 
@@ -269,3 +269,24 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         "machine": platform.machine(),
     }
+
+
+def made(command: str) -> Made:
+    """Now and here."""
+    machine = f"{platform.system()} on {_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    return Made(command, datetime.now(UTC).isoformat(timespec="seconds"), machine)
+
+
+def call(function: str, model: Path, **arguments: Any) -> str:
+    """A call of one of this package's functions, with the arguments that differ from their defaults."""
+    said = {name: str(value) if isinstance(value, Path) else value for name, value in arguments.items()}
+    given = ", ".join(f"{name}={value!r}" for name, value in said.items() if value is not None)
+    return f"fp8serve.{function}({', '.join(filter(None, (repr(str(model)), given)))})"
+
+
+def _processor() -> str:
+    """The processor's name where the system has it (Linux), else its kind."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
