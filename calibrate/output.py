@@ -68,15 +68,15 @@ def _write_directory(
     origin: Made,
 ) -> Report:
     reports: list[Report] = []
-    report: Report
 
     def extra_files(folder: Path) -> dict[str, str | bytes]:
+        report: Report
         if isinstance(quality, Closeness):
-            embedding = _embedding_report(job, out, quality, layers, origin, weight_bytes(folder))
-            report, page = embedding, html_encoder_report(embedding)
+            report = embedding = _embedding_report(job, out, quality, layers, origin, weight_bytes(folder))
+            page = html_encoder_report(embedding)
         else:
-            text = _text_report(job, out, quality, layers, origin, folder)
-            report, page = text, html_report(text)
+            report = text = _text_report(job, out, quality, layers, origin, folder)
+            page = html_report(text)
         reports.append(report)
         return {"calibration.json": report.to_json() + "\n", "report.html": page}
 
