@@ -24,7 +24,7 @@ CUDA_RECORD ?=
 GPU_ARGS ?=
 
 CXX_SOURCES = $(shell find csrc tests examples -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
-PACKAGED = $(shell find csrc -type f) $(wildcard calibrate/*.jsonl)
+PACKAGED = $(shell find csrc -type f) $(wildcard calibrate/*.jsonl calibrate/reports/*.css)
 # CUTLASS's headers and a disassembler; neither is needed where the kernels run.
 CUDA_PACKAGES = nvidia-cutlass==4.2.0.0 nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 REQUIREMENTS = import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); \

@@ -204,7 +204,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def calibrated(model: Path, folder: Path) -> Path:
-    from fp8serve.calibration.embedding import calibrate_encoder
+    from fp8serve.calibration.pipeline import calibrate_encoder
 
     calibrate_encoder(model, out=folder / "fp8")
     return folder / "fp8"

@@ -16,8 +16,8 @@ from typing import Any
 
 from reward_sums import reward
 
-from fp8serve.bench.plot import Panel, svg
 from fp8serve.bench.provenance import provenance
+from fp8serve.charts import Panel, svg_file
 from fp8serve.engine.engine import Engine
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.trainer import Trainer
@@ -78,7 +78,7 @@ def drawn(curves: Mapping[str, Sequence[Row]]) -> str:
     rewards = {recipe: smooth(points, "reward") for recipe, points in curves.items()}
     apart = {recipe: [(row["step"], row["apart"]) for row in points] for recipe, points in curves.items()}
     panels = [Panel("reward, mean of five steps", rewards), Panel("|log p trainer - log p engine|, nats", apart)]
-    return svg("GRPO on SmolLM2-135M-Instruct: sums of one-digit numbers", panels, "step")
+    return svg_file("GRPO on SmolLM2-135M-Instruct: sums of one-digit numbers", panels, "step")
 
 
 def main() -> None:

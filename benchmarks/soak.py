@@ -124,7 +124,7 @@ def soak(url: str, keys: Sequence[str], pids: dict[str, int], plan: SoakPlan) ->
 
 def plot(result: Mapping[str, Any]) -> str:
     """SVG: the crowd's answers by tenant and the memory over minutes of what was run."""
-    from fp8serve.bench.plot import Panel, svg
+    from fp8serve.charts import Panel, svg_file
 
     panels = []
     for name, run in ((name, result[name]) for name in ("load", "soak") if name in result):
@@ -133,7 +133,7 @@ def plot(result: Mapping[str, Any]) -> str:
         for process in ("engine", "server"):
             curves = {what: _curve(run["samples"], process, what) for what in ("resident", "anonymous")}
             panels.append(Panel(f"{name}: {process}, MB", curves))
-    return svg("A crowd of four tenants, and a soak", panels, "minutes")
+    return svg_file("A crowd of four tenants, and a soak", panels, "minutes")
 
 
 def _curve(samples: Sequence[Sample], process: str, what: str) -> list[tuple[float, float]]:

@@ -29,9 +29,9 @@ import torch
 from curves import Curve, apart, in_order, kept, peer, trained, write
 from safetensors.torch import save_file
 
-from fp8serve.bench.plot import Panel, svg
 from fp8serve.bench.provenance import provenance
 from fp8serve.calibration.data import PASSAGES
+from fp8serve.charts import Panel, svg_file
 from fp8serve.engine.engine import Engine
 from fp8serve.model.formats.peft import key_of
 from fp8serve.model.text.examples import example_of, tokenize
@@ -195,7 +195,7 @@ def drawn(curves: Mapping[str, Mapping[str, Curve]]) -> str:
             for arm, curve in arms.items()
         }
         panels.append(Panel(f"minus that of {peer_arm}", away))
-    return svg("SFT and LoRA of SmolLM2-135M-Instruct, here and by TRL", panels, "step")
+    return svg_file("SFT and LoRA of SmolLM2-135M-Instruct, here and by TRL", panels, "step")
 
 
 def main() -> None:

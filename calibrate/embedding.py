@@ -1,164 +1,165 @@
-"""calibrate, for a model that embeds: amaxes from whole texts, and the effect of FP8 on the directions of their
-vectors.
+"""Results of models that embed or score: how far FP8 moved their vectors and scores, and whether searches change.
 
-There are no next tokens and so no perplexity: both models embed each held-out text, and the cosine of the two vectors
-measures the cost of FP8 (closeness.py). Weights are rounded like those of a decoder (rounding.py). An encoder is small,
-so the choice of layers that stay in BF16 is measured: every choice alone in FP8, with one pass for each
-(encoder_job.py).
+The cosine of a text's vectors by both models measures the cost of FP8. A search needs no judgement of relevance here:
+the second halves of texts are searched with their first halves. Each half has one right answer, its other half, and
+both models search for it.
 """
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, cast
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, normalize
 
-import fp8serve
-from fp8serve.errors import RecipeError
-from fp8serve.fp8.autocast import autocast
-from fp8serve.fp8.conversion import convert
-from fp8serve.fp8.linear import Linear
-from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
-from fp8serve.model.checkpoint import ScalingCheckpoint, TensorScale, fingerprint, write_calibrated
-from fp8serve.model.config.either import AnyConfig
-from fp8serve.model.config.encoder import EncoderConfig
-from fp8serve.model.config.sentence import has_pooling
-from fp8serve.model.network.encoder import Encoder
-from fp8serve.model.network.pooling import Pooling, read_pooling
-from fp8serve.model.reading import hidden_states, load_reader
+from fp8serve.calibration.result import KeptReport, LayerReport, Made
 from fp8serve.model.text.tokenizer import Tokenizer
 
-from .closeness import Closeness
-from .data import Batches, calibration_batches
-from .embedding_report import EmbeddingReport, report_of
-from .encoder_job import EncoderJob
-from .made import call, made
-from .observe import Observer, check, settle
-from .options import CalibrationOptions
-from .page.encoder_pages import html_encoder_report
-from .precision import kept_reports, left_out
-from .progress import Progress, Stages
-from .refused import check_room, check_settings
-from .result import LayerReport
-from .rounding import round_weights
-from .written import stored_states
-
-_TAKEN = ("data", "holdout", "samples", "seq_len", "batch_size", "seed", "device", "format", "max_shard_size",
-          "rounding", "skip", "only", "target_cosine")  # fmt: skip
-DELAYED = DelayedScaling()
+GOAL = 0.999  # median below which a report names options that lose less
+TOP = 10
 
 
-def calibrate_encoder(
-    model_dir: Path | str,
-    *,
-    out: Path | str,
-    recipe: Recipe = DELAYED,
-    progress: Progress | None = None,
-    command: str | None = None,
-    **options: Any,
-) -> EmbeddingReport:
-    """Calibrate the encoder, or the decoder that embeds, in `model_dir` and write the FP8 directory `out`.
+@dataclass(frozen=True)
+class Closeness:
+    """Cosine of the vectors of the same text by two models."""
 
-    options: fields of CalibrationOptions; RecipeError for an option of language models only. command: the command that
-    a reader of the report can repeat; None: this call. Otherwise raises as `calibrate` does.
-    """
-    out = Path(out)
-    asked = _checked(out, recipe, options)
-    check_room(Path(model_dir), out)
-    job = _load(Path(model_dir), recipe, asked, Stages(progress))
-    told = {"out": out, "recipe": recipe} | options
-    job.made = made(command or call("calibration.embedding.calibrate_encoder", job.source, **told))
-    _observe(job)
-    job.states = settle(job.observer)
-    if asked.rounding == "gptq":
-        job.rounded = round_weights(
-            job.model, job.linears, job.batches.calibration, recipe, job.states, stages=job.stages
+    texts: int
+    median: float
+    fifth: float  # percentile
+    least: float
+    mean: float
+
+    @classmethod
+    def of(cls, one: Tensor, other: Tensor) -> "Closeness":
+        """Both [texts, dimensions]."""
+        cosines = cosine_similarity(one.double(), other.double()).clamp(-1, 1)
+        return cls(
+            len(cosines),
+            float(cosines.median()),
+            float(cosines.quantile(0.05)),
+            float(cosines.min()),
+            float(cosines.mean()),
         )
-    if asked.target_cosine is not None:
-        job.meet(asked.target_cosine)
-    return _write(job, out, *job.measure())
+
+    def text(self) -> str:
+        return f"Cosine to BF16 {self.median:.5f} in the median of {self.texts} texts, {self.least:.5f} at least."
 
 
-def _checked(out: Path, recipe: Recipe, options: Mapping[str, Any]) -> CalibrationOptions:
-    """RecipeError: an option other than its default that has no meaning here."""
-    asked, usual = CalibrationOptions.of(dict(options)), CalibrationOptions.of({})
-    for name, value in vars(asked).items():
-        if name not in _TAKEN and value != getattr(usual, name):
-            raise RecipeError(f"{name} is of models that write text, and this one embeds or classifies; leave it out.")
-    check_settings(out, recipe, asked, is_encoder=True)
-    return asked
+@dataclass(frozen=True)
+class Ranking:
+    """Fractions of the queries. found: the other half comes first; same_first: both models put the same text first;
+    same_top: how many of the first ten are the same. None without a reference."""
+
+    queries: int
+    candidates: int
+    found: float
+    reference_found: float | None = None
+    same_first: float | None = None
+    same_top: float | None = None
+
+    @classmethod
+    def of(cls, scores: Tensor, right: Tensor, reference: Tensor | None) -> "Ranking":
+        """scores and reference [queries, candidates]; right [queries]: which is the other half."""
+        queries, candidates = scores.shape
+        found = float((scores.argmax(1) == right).double().mean())
+        if reference is None:
+            return cls(queries, candidates, found)
+        same = float((scores.argmax(1) == reference.argmax(1)).double().mean())
+        both = [{*row.topk(min(TOP, candidates)).indices.tolist()} for row in (*scores, *reference)]
+        shared = [len(a & b) / min(TOP, candidates) for a, b in zip(both[:queries], both[queries:], strict=True)]
+        other = float((reference.argmax(1) == right).double().mean())
+        return cls(queries, candidates, found, other, same, sum(shared) / queries)
 
 
-def _load(source: Path, recipe: Recipe, asked: CalibrationOptions, stages: Stages) -> EncoderJob:
-    """The model and the texts; nothing observed yet."""
-    with stages.stage("load"):
-        model = load_reader(source, "bf16", device=asked.device).requires_grad_(False)
-        convert(model, skip=() if isinstance(model, Encoder) else (model.head_name,))
-        linears = {name: cast(Linear, model.get_submodule(name)) for name in model.linear_names()}
-        pooling = pooling_of(source, model.config)
-        batches = _batches(asked, source, model.config)
-        observer = Observer(linears, delayed(recipe) or DelayedScaling())
-    job = EncoderJob(source, recipe, asked, stages, model, linears, batches, pooling, observer)
-    job.keep(kept_reports(model, left_out(list(linears), asked.skip or (), asked.only or ())))
-    return job
+def cosines(queries: Tensor, documents: Tensor) -> Tensor:
+    """[Q, H] and [D, H] -> [Q, D]."""
+    return normalize(queries.double(), dim=1) @ normalize(documents.double(), dim=1).t()
 
 
-def pooling_of(source: Path, config: AnyConfig) -> Pooling:
-    """The pooling that the directory states; without one, the vector that a head reads, or the mean for models without
-    a head."""
-    if has_pooling(source):
-        return read_pooling(source)
-    if not isinstance(config, EncoderConfig):
-        return Pooling("lasttoken", normalized=False)
-    return Pooling("mean" if config.head is None else "cls", normalized=False)
+def halves(rows: Sequence[Sequence[int]], tokenizer: Tokenizer) -> list[tuple[str, str]]:
+    """Each text, given as ids, split in two; texts of less than four tokens are left out."""
+    found = []
+    for row in rows:
+        ids = [i for i in row if i not in tokenizer.special_ids]
+        parts = tokenizer.decode(ids[: len(ids) // 2]), tokenizer.decode(ids[len(ids) // 2 :])
+        if len(ids) >= 4 and all(part.strip() for part in parts):
+            found.append(parts)
+    return found
 
 
-def _batches(asked: CalibrationOptions, source: Path, config: AnyConfig) -> Batches:
-    return calibration_batches(
-        asked.data, Tokenizer.from_dir(source), config.vocab_size,
-        samples=asked.samples, seq_len=min(asked.seq_len, config.max_length), batch_size=asked.batch_size,
-        seed=asked.seed, device=asked.device, holdout=asked.holdout,
-    )  # fmt: skip
+def neighbours(count: int, most: int = TOP) -> Tensor:
+    """For each of `count` queries the documents that are scored: its own and the ones after it, [count, candidates]."""
+    return (torch.arange(count)[:, None] + torch.arange(min(most, count))) % count
 
 
-@torch.no_grad()
-def _observe(job: EncoderJob) -> None:
-    observer, batches = job.observer, job.batches.calibration
-    for batch in job.stages.steps("observe", batches):
-        with autocast(enabled=False, calibrating=True, recipe=observer.recipe), torch.enable_grad():
-            hidden_states(job.model, batch.ids, batch.lengths)
-        observer.end_batch()
-    check(observer.seen, () if delayed(job.recipe) is None else observer.seen, len(batches))
+@dataclass(frozen=True)
+class ScoreDistance:
+    """How far scores of labels are from the reference's, and how many texts have the same most likely label."""
+
+    texts: int
+    labels: int
+    mean: float
+    largest: float
+    same_label: float | None  # None: there is one label
+
+    @classmethod
+    def of(cls, got: Tensor, exact: Tensor) -> "ScoreDistance":
+        """Both [texts, labels]."""
+        apart = (got.double() - exact.double()).abs()
+        same = float((got.argmax(1) == exact.argmax(1)).double().mean()) if got.shape[1] > 1 else None
+        return cls(len(got), got.shape[1], float(apart.mean()), float(apart.max()), same)
 
 
-def _write(job: EncoderJob, out: Path, quality: Closeness, layers: tuple[LayerReport, ...]) -> EmbeddingReport:
-    found: list[EmbeddingReport] = []
+@dataclass(frozen=True)
+class EncoderEvalReport:
+    """What `fp8serve eval` prints for an encoder. closeness, scores and layers: None or empty without a reference; a
+    model without labels has no scores."""
 
-    def extra(folder: Path) -> dict[str, str | bytes]:
-        found.append(report_of(job, out, folder, quality, layers))
-        return {"calibration.json": found[0].to_json() + "\n", "report.html": html_encoder_report(found[0])}
+    model: str
+    against: str | None
+    recipe: str
+    source: tuple[str, ...]
+    samples: int
+    documents: int
+    seq_len: int
+    tokens: int
+    closeness: Closeness | None
+    ranking: Ranking | None
+    scores: ScoreDistance | None
+    layers: tuple[LayerReport, ...]
+    seconds: float
+    notes: tuple[str, ...] = ()
+    made: Made | None = None
 
-    rounded = {name: layer for name, layer in (job.rounded or {}).items() if name in job.linears}
-    write_calibrated(
-        out,
-        job.source,
-        _checkpoint(job),
-        quantized={name: (layer.weight_q, layer.weight_scale_inv) for name, layer in rounded.items()},
-        kept=[name for group in job.kept for name in group.names],
-        format=job.asked.format,
-        extra_files=extra,
-        max_shard_bytes=job.asked.max_shard_bytes,
-    )
-    return found[0]
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2, allow_nan=False, ensure_ascii=False)
 
 
-def _checkpoint(job: EncoderJob) -> ScalingCheckpoint:
-    stored = stored_states(job.states, job.recipe)
-    counts = {name: job.observer.seen[name].batches for name in stored}
-    return ScalingCheckpoint(
-        job.recipe,
-        {name: TensorScale(state.scale.cpu(), state.amax_history.cpu()) for name, state in stored.items()},
-        model=fingerprint(job.source),
-        observations={"batches": len(job.batches.calibration), "tokens": job.batches.tokens, "tensors": counts},
-        created_by=f"fp8serve {fp8serve.__version__} calibrate",
-    )
+@dataclass(frozen=True)
+class EmbeddingReport:
+    """The contents of calibration.json for an encoder."""
+
+    model: str
+    out: str
+    recipe: Mapping[str, Any]
+    format: str
+    device: str
+    source: tuple[str, ...]
+    samples: int
+    tokens: int
+    held_out_source: tuple[str, ...]
+    quality: Closeness
+    layers: tuple[LayerReport, ...]
+    bytes_before: int
+    bytes_after: int
+    seconds: Mapping[str, float]
+    versions: Mapping[str, str]
+    rounding: str
+    kept: tuple[KeptReport, ...] = ()  # what stays in high precision
+    notes: tuple[str, ...] = ()
+    made: Made | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, allow_nan=False, ensure_ascii=False)

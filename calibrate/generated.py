@@ -17,16 +17,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fp8serve.calibration.data import IGNORED, Batch
+from fp8serve.calibration.options import CalibrationOptions
+from fp8serve.calibration.progress import Stages
+from fp8serve.calibration.result import GeneratedReport
 from fp8serve.model.building import Model
 from fp8serve.model.checkpoint import kv_scales, load_servable
 from fp8serve.model.network.decoder import Attend, rotated
 from fp8serve.model.network.memory import free_memory
 from fp8serve.model.text.tokenizer import Tokenizer
-
-from .data import IGNORED, Batch
-from .options import CalibrationOptions
-from .progress import Stages
-from .result import GeneratedReport
 
 TOKENS = 48  # that are generated
 PROMPT = 24  # the most tokens of a text's beginning; a short sample gives half of its tokens

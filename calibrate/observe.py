@@ -6,16 +6,21 @@ so that no batch is lost when the history is shorter than the data: a history ho
 maximum covers all of them. With `amax_compute_algo="max"` the scale comes from the running maximum and does not depend
 on the order of the batches; with "most_recent" it is that of the last batch, by definition.
 
-With gradients a batch is a forward and a backward pass; otherwise the decoder is run layer by layer (layerwise.py), to
-the same bits.
+With gradients a batch is a forward and a backward pass; otherwise the decoder is run layer by layer (passes.py), to the
+same bits.
 
 Keys and values of the attention have states of the same kind here (`model.layers.0.self_attn.k`), fed by `tap`.
 Scales are made by `fp8.scaling.update` only.
+
+An expert that no token reaches has no amax, so no scale can be found for its inputs. The error names the expert; no
+scale is made up. Without more data, every token can be routed through every expert while observing: an expert is then
+measured on tokens that its router sends elsewhere, and the model's result does not change.
 """
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -23,22 +28,70 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from fp8serve.calibration.data import Batch
+from fp8serve.calibration.passes import (
+    Linears,
+    attention_names,
+    backward,
+    blame,
+    forward,
+    layers,
+    releasing,
+    streams,
+    tracked,
+    within,
+)
+from fp8serve.calibration.progress import Stages
+from fp8serve.calibration.result import HISTORY_SHOWN
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.ops.arithmetic import amax
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
 from fp8serve.fp8.scaling import FIELDS, Entry, ScalingState, fp8_max, update
-from fp8serve.model.building import Model
+from fp8serve.model.building import AnyModel, Model
+from fp8serve.model.network.experts import every_expert, mixtures, reset_token_counts
+from fp8serve.model.reading import hidden_states
 from fp8serve.ranks import ALONE, Ranks
 
-from .data import Batch
-from .experts import Counts, added, counting, listed, starved
-from .layerwise import layers, releasing, streams, within
-from .passes import Linears, attention_names, backward, blame, forward, tracked
-from .progress import Stages
-from .result import HISTORY_SHOWN
-
+Counts = dict[str, Tensor]  # by the name of a mixture: tokens that each expert was given, int64 [E]
+NAMED = 3  # of many
 T = TypeVar("T")
+
+
+@contextmanager
+def counting(decoder: Model, *, all_experts: bool) -> Iterator[Counts]:
+    """Inside the context, tokens are counted from zero; the counts are available at the end. all_experts: all tokens
+    run through all experts, but are counted where the router sends them."""
+    counts = Counts()
+    reset_token_counts(decoder)
+    with every_expert(decoder) if all_experts else nullcontext():
+        yield counts
+    counts |= {name: mixture.tokens.cpu().clone() for name, mixture in mixtures(decoder).items()}
+
+
+def added(shares: Sequence[Counts]) -> Counts:
+    """The counts of several processes."""
+    return {name: torch.stack([share[name] for share in shares]).sum(0) for name in shares[0]}
+
+
+def starved(counts: Mapping[str, Tensor]) -> list[str]:
+    """The names of the experts without a token."""
+    return [f"{name}.experts.{i}" for name, tokens in counts.items() for i, n in enumerate(tokens.tolist()) if n == 0]
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first of them, and how many more."""
+    more = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def said_of_experts(counts: Mapping[str, Tensor], *, all_experts: bool) -> tuple[str, ...]:
+    """A sentence for the report where experts went without tokens."""
+    names = starved(counts)
+    if not names:
+        return ()
+    told = "their scales come from tokens of other experts" if all_experts else "nothing of them was observed"
+    return (f"The router sent no calibration token to {listed(names)}; {told}.",)
 
 
 @dataclass
@@ -240,6 +293,19 @@ def observe(
     if needed is observer.seen and not all_experts:
         check_experts(observer.tokens, len(batches))
     check(observer.seen, needed, len(batches))
+    return observer
+
+
+@torch.no_grad()
+def observe_texts(
+    model: AnyModel, observer: Observer, batches: Sequence[Batch], recipe: Recipe, stages: Stages
+) -> Observer:
+    """As `observe`, of a model that reads whole texts (`model.reading`), into `observer`."""
+    for batch in stages.steps("observe", batches):
+        with autocast(enabled=False, calibrating=True, recipe=observer.recipe), torch.enable_grad():
+            hidden_states(model, batch.ids, batch.lengths)
+        observer.end_batch()
+    check(observer.seen, () if delayed(recipe) is None else observer.seen, len(batches))
     return observer
 
 

@@ -1,29 +1,39 @@
-"""Forward and backward passes of a whole decoder over flattened batches, and the hooks that look inside.
+"""Forward and backward passes over flattened batches, whole or layer by layer, and the hooks that look inside.
 
 No gradient of a weight is ever computed here: gradient calibration needs only the gradients of activations, so it takes
 no memory beyond the activations of one batch. For the same reason the loss is computed in slices of the logits.
+
+Layer by layer, one layer runs over all batches before the next is touched. So every weight is read from its file once,
+however many batches there are, and a model larger than memory costs one pass over the disk. Memory holds one layer's
+weights and the hidden states of all batches, [tokens, hidden] in BF16. The results equal those of whole passes, bit for
+bit. A model that transformers computes is a single layer here.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from fp8serve.calibration.data import IGNORED, Batch
+from fp8serve.calibration.measure import LOGIT_ROWS, LayerTally
+from fp8serve.calibration.progress import Stages
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.ops import dequantize, quantize
 from fp8serve.fp8.served_attention import served_attention
-from fp8serve.model.building import Model
+from fp8serve.model.building import AnyModel, Model
 from fp8serve.model.network.decoder import Attend, rotated
-
-from .data import IGNORED, Batch
-from .measure import LOGIT_ROWS, LayerTally
+from fp8serve.model.network.encoder import Encoder
+from fp8serve.model.storage.heap import trim
+from fp8serve.model.storage.mapped import release_pages
 
 Linears = Mapping[str, Linear]
 Tap = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]  # (attention name, k, v) -> the k and v that are used
+T = TypeVar("T")
 
 
 def attention_names(decoder: Model) -> list[str]:
@@ -172,3 +182,72 @@ def blame(decoder: Model, linears: Linears, batch: Batch) -> ScalesError:
         f"{where} holds NaN or infinite values in high precision already; the weights are damaged or overflow, "
         "so there is nothing to calibrate."
     )
+
+
+class Stream:
+    """A batch on its way through the model. `hidden`: its state so far, BF16 [tokens, hidden]."""
+
+    def __init__(self, model: AnyModel, batch: Batch, tap: Tap | None = None) -> None:
+        self._parts, self.batch = model.parts, batch
+        self.hidden, self._told = _entered(model, batch, tap)
+
+    def run(self, index: int) -> Tensor:
+        """The layer's output for the hidden state, which is not changed."""
+        layer: Callable[..., Tensor] = self._parts[index]
+        return layer(self.hidden, *self._told(index))
+
+    def advance(self, index: int) -> None:
+        self.hidden = self.run(index)
+
+
+def _entered(model: AnyModel, batch: Batch, tap: Tap | None) -> tuple[Tensor, Callable[[int], tuple[Any, ...]]]:
+    """The first layer's input, and the other arguments of every layer."""
+    if isinstance(model, Encoder):
+        return model.enter(batch.ids, batch.lengths), lambda index: (batch.lengths,)
+    hidden, attend = model.enter(batch.ids), attending(model, batch, tap)
+    places = model.places(batch.positions, hidden.dtype)
+    return hidden, lambda index: (places[index], attend)
+
+
+def streams(decoder: AnyModel, batches: Sequence[Batch], tap: Tap | None = None) -> list[Stream]:
+    return [Stream(decoder, batch, tap) for batch in batches]
+
+
+def layers(decoder: AnyModel, stage: str, stages: Stages | None) -> Iterator[int]:
+    """The index of every layer; releases the pages of a finished layer, and memory freed in the meantime.
+
+    A weight that is a view of the file must therefore be replaced, not written to: a write would be lost.
+    """
+    for index in (stages or Stages()).steps(stage, range(len(decoder.parts))):
+        yield index
+        _release(decoder.parts[index])
+        trim()
+
+
+@contextmanager
+def releasing(decoder: Model) -> Iterator[None]:
+    """Inside, whole passes release the pages of every layer that has run, forwards and backwards."""
+
+    def ran(layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+        _release(layer)
+        if args[0].requires_grad:
+            args[0].register_hook(lambda gradient: _release(layer))  # type: ignore[no-untyped-call]
+
+    with hooks({str(index): layer for index, layer in enumerate(decoder.parts)}, lambda name: ran):
+        yield
+
+
+def _release(layer: nn.Module) -> None:
+    for parameter in layer.parameters():
+        release_pages(parameter)
+
+
+def release_weights(frozen: Mapping[str, FrozenLinear]) -> None:
+    """Rounded weights that are mapped from a file of unfinished results leave memory until they are read again."""
+    for layer in frozen.values():
+        release_pages(layer.weight_q)
+
+
+def within(decoder: AnyModel, index: int, named: Mapping[str, T]) -> dict[str, T]:
+    """The entries that belong to a layer, of a mapping by the names of tensors or modules."""
+    return {name: named[name] for name in decoder.named_in(index, named)}

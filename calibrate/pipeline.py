@@ -11,50 +11,65 @@
     write      the whole directory or nothing
     generate   a few held-out prompts continued by the model and by what was written (generated.py)
 
-Layers are computed one after the other, each over all batches (layerwise.py), so that a BF16 checkpoint larger than
+Layers are computed one after the other, each over all batches (passes.py), so that a BF16 checkpoint larger than
 memory is read once in each stage. Peak memory: one layer's weights as mapped pages, which the system may drop (a
 checkpoint of another type is converted: 2 bytes per parameter); its FP8 weights; the hidden states of all batches and
 one layer's activations of one batch; 256 rows of logits in FP32. The ranking reads the weights twice for each of its
 sequences, and with `gradients` observing reads them twice for each batch; both keep the activations of all layers for
 that sequence or batch. On a GPU the weights must fit there.
 
+A model that embeds goes the same way without the stages for predictions: smooth, heal and generate
+(`calibrate_encoder`). Who measures is the one difference between the two (job.py).
+
 Recipes that scale by content (current, rowwise, block) need no input scales: for them amaxes are observed for the
 report, and the directory gets FP8 weights and, if asked for, scales of the KV cache.
 """
 
+import copy
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from torch import Tensor
-
+from fp8serve.calibration.checks import (
+    check_encoder_options,
+    check_model,
+    check_room,
+    check_settings,
+    fitting,
+    quantized_notes,
+    shortfall,
+)
+from fp8serve.calibration.data import Batches, calibration_batches
+from fp8serve.calibration.embedding import EmbeddingReport
+from fp8serve.calibration.job import Cosine, Divergence, Job
+from fp8serve.calibration.observe import Observer, observer_of, said_of_experts, settle
+from fp8serve.calibration.options import HEAL_RATE, CalibrationOptions
+from fp8serve.calibration.output import call, made, versions, write
+from fp8serve.calibration.progress import Progress, Stages
+from fp8serve.calibration.result import CalibrationReport, HealingReport, SmoothingReport
+from fp8serve.calibration.techniques.healing import Schedule, heal
+from fp8serve.calibration.techniques.input_scales import searched_amaxes
+from fp8serve.calibration.techniques.precision import kept_reports, left_out
+from fp8serve.calibration.techniques.rounding import round_weights
+from fp8serve.calibration.techniques.smoothing import FACTORS, pairs, smooth
+from fp8serve.calibration.unfinished import Once, Unfinished, description, every_time, recorded
+from fp8serve.calibration.unfinished import restore_observer as restore_observer
 from fp8serve.fp8.conversion import convert
 from fp8serve.fp8.linear import Linear
-from fp8serve.fp8.recipe import DelayedScaling, Recipe
-from fp8serve.model.building import Model
+from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
+from fp8serve.model.building import AnyModel, Model
 from fp8serve.model.checkpoint import load_servable, open_checkpoint
 from fp8serve.model.config.decoder import computed_by_note
+from fp8serve.model.config.either import AnyConfig
+from fp8serve.model.config.encoder import EncoderConfig
+from fp8serve.model.config.sentence import has_pooling
 from fp8serve.model.config.wrappers import left_out_notes
+from fp8serve.model.network.encoder import Encoder
+from fp8serve.model.network.pooling import Pooling, read_pooling
+from fp8serve.model.reading import load_reader
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.ranks import ALONE, Ranks
-
-from .data import Batches, calibration_batches
-from .experts import said_of_experts
-from .job import Job
-from .lengths import fitting, shortfall
-from .made import call, made
-from .methods import amaxes_of_inputs, heal_weights, meet, smooth_weights
-from .observe import observe, observer_of, settle
-from .options import CalibrationOptions
-from .precision import Target, kept_reports, left_out, restore
-from .progress import Progress, Stages
-from .recorded import recorded
-from .recorded import restore as restore_observer
-from .refused import check_model, check_room, check_settings, quantized_notes
-from .result import CalibrationReport, LayerReport, Quality
-from .rounding import round_weights
-from .unfinished import Unfinished, description
-from .written import versions, write
 
 DELAYED = DelayedScaling()
 
@@ -85,86 +100,163 @@ def calibrate(
     finite, was never observed or is always zero. In every such case `out` is not written. Results that were finished
     before a kill or a full disk are kept beside `out` (unfinished.py), and `resume` continues from there.
     """
-    out, source, asked = Path(out), Path(model_dir), CalibrationOptions.of(options)
-    check_settings(out, recipe, asked, ranks.size)
-    if not asked.scales_only:
+    out, source, settings = Path(out), Path(model_dir), CalibrationOptions.of(options)
+    check_settings(out, recipe, settings, ranks.size)
+    if not settings.scales_only:
         check_room(source, out)
-    told = command or call("calibrate", source, out=out, recipe=recipe, **options)
-    job = _load(source, recipe, asked, Stages(progress))
-    about = description(source, recipe, job.asked, job.batches, versions())
-    with Unfinished(out, about, asked.resume, ranks) as unfinished:
-        if asked.smoothing is not None:
-            smooth_weights(job, asked.smoothing, unfinished.once, ranks)
-        _observe(job, unfinished, ranks)
-        if asked.rounding == "gptq":
-            samples = job.batches.calibration
-            job.rounded = round_weights(
-                job.decoder, job.linears, samples, recipe, job.states, job.stages, unfinished.once, ranks
-            )
-        if not ranks.first:
-            return cast(CalibrationReport, ranks.hear())
-        if target := Target.of(asked):
-            meet(job, target)
-        if asked.heal:
-            heal_weights(job)
-        return ranks.tell(write(job, out, *_measure(job), made(told)))
+    origin = command or call("calibrate", source, out=out, recipe=recipe, **options)
+    job = _text_job(source, recipe, settings, Stages(progress))
+    about = description(source, recipe, job.options, job.batches, versions())
+    with Unfinished(out, about, settings.resume, ranks) as unfinished:
+        return cast(CalibrationReport, _calibrate(job, out, origin, unfinished.once, ranks))
 
 
-def _load(source: Path, recipe: Recipe, asked: CalibrationOptions, stages: Stages) -> Job:
-    """The model and the samples; nothing observed yet."""
-    with stages.stage("load"):
-        decoder, linears = load(source, asked.device)
-        check_model(decoder.config, asked)
-        kept = kept_reports(decoder, left_out(list(linears), asked.skip or (), asked.only or ()))
-        for name in [name for group in kept for name in group.names]:
-            restore(decoder, [name])
-            del linears[name]
-        seq_len, notes = fitting(asked.seq_len, decoder.config)
-        asked = replace(asked, seq_len=seq_len)
-        batches = _batches(asked, Tokenizer.from_dir(source), decoder.config.vocab_size)
-        notes += shortfall(asked.samples, seq_len, batches.samples, batches.tokens)
-        notes += quantized_notes(source, scales_only=asked.scales_only) + left_out_notes(
-            source, open_checkpoint(source).left_out
-        )
-        notes += computed_by_note(decoder.config)
-        observer = observer_of(decoder, linears, recipe, kv_cache=asked.kv_cache, gradients=asked.gradients)
-    return Job(source, recipe, asked, stages, decoder, linears, batches, observer, kept=list(kept), notes=notes)
+def calibrate_encoder(
+    model_dir: Path | str,
+    *,
+    out: Path | str,
+    recipe: Recipe = DELAYED,
+    progress: Progress | None = None,
+    command: str | None = None,
+    **options: Any,
+) -> EmbeddingReport:
+    """Calibrate the encoder, or the decoder that embeds, in `model_dir` and write the FP8 directory `out`.
+
+    The cosine of the vectors of held-out texts measures the cost of FP8. options: fields of CalibrationOptions;
+    RecipeError for an option of language models only. command: the command that a reader of the report can repeat;
+    None: this call. Otherwise raises as `calibrate` does.
+    """
+    out, source, settings = Path(out), Path(model_dir), CalibrationOptions.of(options)
+    check_encoder_options(settings)
+    check_settings(out, recipe, settings, is_encoder=True)
+    check_room(source, out)
+    arguments = {"out": out, "recipe": recipe} | options
+    origin = command or call("calibration.pipeline.calibrate_encoder", source, **arguments)
+    job = _embedding_job(source, recipe, settings, Stages(progress))
+    return cast(EmbeddingReport, _calibrate(job, out, origin))
 
 
-def _observe(job: Job, unfinished: Unfinished, ranks: Ranks) -> None:
-    """The observations of every tensor, from now or from an interrupted run, and the scales from them."""
-
-    def now() -> dict[str, Tensor]:
-        asked = job.asked
-        watched = {"kv_cache": asked.kv_cache, "gradients": asked.gradients, "all_experts": asked.all_experts}
+def _calibrate(
+    job: Job, out: Path, origin: str, once: Once = every_time, ranks: Ranks = ALONE
+) -> CalibrationReport | EmbeddingReport:
+    """All stages after loading. once: stores the result of a stage, or returns that of an earlier run."""
+    if job.options.smoothing is not None:
+        _smooth(job, job.options.smoothing, once, ranks)
+    restore_observer(job.observer, once("observed", lambda: recorded(job.judge.observe(job, ranks))))
+    job.notes += said_of_experts(job.observer.tokens, all_experts=job.options.all_experts)
+    job.states = settle(job.observer, _searched_amaxes(job))
+    if job.options.rounding == "gptq":
         samples = job.batches.calibration
-        return recorded(
-            observe(job.decoder, job.linears, samples, job.recipe, **watched, stages=job.stages, ranks=ranks)
+        job.rounded = round_weights(job.model, job.linears, samples, job.recipe, job.states, job.stages, once, ranks)
+    if not ranks.first:
+        return cast(CalibrationReport, ranks.hear())
+    job.judge.meet_target(job)
+    if job.options.heal:
+        _heal(job)
+    quality, layers = job.judge.measure(job)
+    return ranks.tell(write(job, out, quality, layers, made(origin)))
+
+
+def _text_job(source: Path, recipe: Recipe, options: CalibrationOptions, stages: Stages) -> Job:
+    """A model that writes text, and samples; nothing observed yet."""
+    with stages.stage("load"):
+        decoder, linears = load(source, options.device)
+        check_model(decoder.config, options)
+        seq_len, notes = fitting(options.seq_len, decoder.config)
+        options = replace(options, seq_len=seq_len)
+        batches = _batches(options, source, decoder.config)
+        notes += shortfall(options.samples, seq_len, batches.samples, batches.tokens)
+        notes += quantized_notes(source, scales_only=options.scales_only)
+        notes += left_out_notes(source, open_checkpoint(source).left_out)
+        notes += computed_by_note(decoder.config)
+        observer = observer_of(decoder, linears, recipe, kv_cache=options.kv_cache, gradients=options.gradients)
+        job = Job(source, recipe, options, stages, decoder, linears, batches, observer, Divergence(), notes=notes)
+        _leave_out(job)
+    return job
+
+
+def _embedding_job(source: Path, recipe: Recipe, options: CalibrationOptions, stages: Stages) -> Job:
+    """A model that embeds, and texts; nothing observed yet."""
+    with stages.stage("load"):
+        model = load_reader(source, "bf16", device=options.device)
+        linears = _converted(model, () if isinstance(model, Encoder) else (model.head_name,))
+        batches = _batches(
+            replace(options, seq_len=min(options.seq_len, model.config.max_length)), source, model.config
         )
-
-    restore_observer(job.observer, unfinished.once("observed", now))
-    job.notes += said_of_experts(job.observer.tokens, all_experts=job.asked.all_experts)
-    job.states = settle(job.observer, amaxes_of_inputs(job))
-
-
-def _measure(job: Job) -> tuple[Quality, tuple[LayerReport, ...]]:
-    """The cost of FP8 on the held-out batches: in total, and layer by layer."""
-    quality, layers = job.compare()
-    shares = job.shares()
-    return quality, tuple(tally.report(name, shares.get(name)) for name, tally in layers.items())
-
-
-def _batches(asked: CalibrationOptions, tokenizer: Tokenizer, vocab_size: int) -> Batches:
-    return calibration_batches(
-        asked.data, tokenizer, vocab_size, samples=asked.samples, seq_len=asked.seq_len,
-        batch_size=asked.batch_size, seed=asked.seed, device=asked.device, holdout=asked.holdout,
-    )  # fmt: skip
+        observer = Observer(linears, delayed(recipe) or DelayedScaling())
+        judge = Cosine(pooling_of(source, model.config))
+        job = Job(source, recipe, options, stages, model, linears, batches, observer, judge)
+        _leave_out(job)
+    return job
 
 
 def load(source: Path, device: str) -> tuple[Model, dict[str, Linear]]:
     """The decoder in BF16 with mapped, frozen weights, and its converted linears by name."""
     decoder = load_servable(source, "bf16", device=device)
-    decoder.requires_grad_(False)
-    convert(decoder, skip=(decoder.head_name,))
-    modules = dict(decoder.named_modules())
-    return decoder, {name: cast(Linear, modules[name]) for name in decoder.linear_names()}
+    return decoder, _converted(decoder, (decoder.head_name,))
+
+
+def _converted(model: AnyModel, skip: tuple[str, ...]) -> dict[str, Linear]:
+    convert(model.requires_grad_(False), skip=skip)
+    return {name: cast(Linear, model.get_submodule(name)) for name in model.linear_names()}
+
+
+def _leave_out(job: Job) -> None:
+    """The linears that `skip` and `only` name stay in high precision."""
+    names = left_out(list(job.linears), job.options.skip or (), job.options.only or ())
+    job.leave_in_bf16(kept_reports(job.model, names))
+
+
+def pooling_of(source: Path, config: AnyConfig) -> Pooling:
+    """The pooling that the directory states; without one, the vector that a head reads, or the mean for models without
+    a head."""
+    if has_pooling(source):
+        return read_pooling(source)
+    if not isinstance(config, EncoderConfig):
+        return Pooling("lasttoken", normalized=False)
+    return Pooling("mean" if config.head is None else "cls", normalized=False)
+
+
+def _batches(options: CalibrationOptions, source: Path, config: AnyConfig) -> Batches:
+    return calibration_batches(
+        options.data, Tokenizer.from_dir(source), config.vocab_size, samples=options.samples, seq_len=options.seq_len,
+        batch_size=options.batch_size, seed=options.seed, device=options.device, holdout=options.holdout,
+    )  # fmt: skip
+
+
+def _searched_amaxes(job: Job) -> Mapping[str, float]:
+    """Amaxes of inputs whose scale does not come from their history."""
+    if job.options.input_scales != "search":
+        return {}
+    seen = {name: seen.amax for name, seen in job.observer.seen.items()}
+    return searched_amaxes(job.decoder, job.linears, job.batches.calibration, seen, job.stages)
+
+
+def _smooth(job: Job, alpha: float, once: Once, ranks: Ranks) -> None:
+    """Changes the model's parameters where an input has uneven channels and evening them out helps."""
+    samples, config = job.batches.calibration, job.decoder.config
+    job.smoothed = smooth(job.decoder, job.linears, samples, job.recipe, alpha, job.stages, once, ranks)
+    tried = sum(len(pairs(config, index, job.linears)) for index in range(config.num_layers))
+    helped = tuple(name.removesuffix(FACTORS) for name in job.smoothed if name.endswith(FACTORS))
+    job.smoothing = SmoothingReport(alpha, helped, tried)
+    if config.offset_norms:
+        job.notes += ("Smoothing left the norms alone: they multiply by 1 + weight, which holds no factor exactly.",)
+
+
+def _heal(job: Job) -> None:
+    """Trains the model in FP8; the result is dropped if it is no better on the held-out batches."""
+    options, observer, judge = job.options, job.observer, cast(Divergence, job.judge)
+    schedule = Schedule(options.heal, options.heal_rate or HEAL_RATE)
+    old, seen = copy.deepcopy(job.states), copy.deepcopy(observer.seen)
+    before = judge.compare(job)[0].kl_divergence
+    reference = load_servable(job.source, "bf16", device=options.device)
+    healed, losses = heal(
+        job.decoder, job.linears, reference, job.batches.calibration, job.recipe, schedule, observer,
+        rounded=job.rounded, seed=options.seed, stages=job.stages,
+    )  # fmt: skip
+    after = judge.compare(job, rounded=healed)[0].kl_divergence
+    job.healing = HealingReport(options.heal, schedule.learning_rate, tuple(losses), before, after)
+    if job.healing.helped:
+        job.rounded = healed
+    else:
+        job.states, observer.seen = old, seen

@@ -48,7 +48,7 @@ class TensorReport:
 
 @dataclass(frozen=True)
 class CastReport:
-    """A tensor on the grid of E4M3 (grid.py): an input on the held-out samples, or a weight. Fractions are of all
+    """A tensor on the grid of E4M3 (measure.py): an input on the held-out samples, or a weight. Fractions are of all
     elements."""
 
     sqnr_db: float | None  # None: no error, or only zeros
@@ -62,7 +62,7 @@ class CastReport:
 
 @dataclass(frozen=True)
 class ChannelReport:
-    """The channel of an input that is farthest from the others (outliers.py)."""
+    """The channel of an input that is farthest from the others (measure.py)."""
 
     channel: int
     size: float  # its largest magnitude on the held-out samples, as a multiple of the median channel's
@@ -83,7 +83,7 @@ class LayerReport:
     saturated: float  # fraction of input elements cut off, beyond the FP8 range
     rounded_to_top: float = 0.0  # within it, as the largest FP8 value
     underflowed: float = 0.0  # not zero, and zero in FP8
-    kl: float | None = None  # nats per token that this layer's FP8 adds; see sensitivity.py
+    kl: float | None = None  # nats per token that this layer's FP8 adds; see compare.py
     input: CastReport | None = None  # None: not in FP8
     weight: CastReport | None = None
     outlier: ChannelReport | None = None
@@ -146,7 +146,7 @@ class ExpertsReport:
 
 @dataclass(frozen=True)
 class SmoothingReport:
-    """Pairs of a norm or linear and the linears that read it, between which channels were evened out (pairs.py)."""
+    """Pairs of a norm or linear and the linears that read it, between which channels were evened out (smoothing.py)."""
 
     alpha: float
     pairs: tuple[str, ...]  # names of the channels' producers for which the error of a layer's output became smaller

@@ -14,29 +14,34 @@ OUT is in place; it is locked while the run lives. With several ranks the first 
 import json
 import os
 import shutil
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any, Self
 
+import torch
 from torch import Tensor
 
+from fp8serve.calibration.data import Batches
+from fp8serve.calibration.observe import Observer, Seen
+from fp8serve.calibration.options import CalibrationOptions
+from fp8serve.calibration.result import HISTORY_SHOWN
 from fp8serve.errors import Fp8ServeError, MachineError, ModelError, shown
 from fp8serve.fp8.recipe import Recipe, to_json
+from fp8serve.fp8.scaling import FIELDS, ScalingState
 from fp8serve.model.checkpoint import fingerprint
 from fp8serve.model.storage.files import fsync, present, read_json, save_tensors, write_json
 from fp8serve.model.storage.lock import take_lock
 from fp8serve.model.storage.shards import Shards, read_header
 from fp8serve.ranks import ALONE, Ranks
 
-from .data import Batches
-from .options import CalibrationOptions
-
 RUN = "run.json"
 METADATA = {"format": "fp8serve.unfinished"}
 Make = Callable[[], Mapping[str, Tensor]]
 Once = Callable[[str, Make], Mapping[str, Tensor]]  # (name of a result, function that computes it) -> the result
+TOKENS = ".tokens"
 
 
 def every_time(name: str, make: Make) -> Mapping[str, Tensor]:
@@ -132,3 +137,29 @@ def _digest(batches: Batches) -> str:
     for batch in (*batches.calibration, *batches.held_out):
         digest.update(json.dumps([batch.ids.tolist(), batch.targets.tolist(), batch.lengths]).encode())
     return digest.hexdigest()[:32]
+
+
+def recorded(observer: Observer) -> dict[str, Tensor]:
+    """By the tensor's name and a field: the fields of its state, and `seen`, FP64 [running amax, newest amaxes]. By a
+    mixture's name and `tokens`: the counts of its experts."""
+    found = {f"{name}{TOKENS}": counts for name, counts in observer.tokens.items()}
+    for name, state in observer.states().items():
+        found |= {f"{name}.{field}": getattr(state, field) for field in FIELDS}
+        seen = observer.seen[name]
+        found[f"{name}.seen"] = torch.tensor([seen.amax, *seen.newest], dtype=torch.float64)
+    return found
+
+
+def restore_observer(observer: Observer, found: Mapping[str, Tensor]) -> None:
+    """Restore the recorded observations into an `observer` of the same tensors."""
+    observer.tokens = {name.removesuffix(TOKENS): found[name].clone() for name in found if name.endswith(TOKENS)}
+    for name, state in observer.states().items():
+        _set(state, {field: found[f"{name}.{field}"] for field in FIELDS})
+        amax, *newest = found[f"{name}.seen"].tolist()
+        steps, nonfinite = int(state.steps), int(state.nonfinite)
+        observer.seen[name] = Seen(amax, steps, nonfinite, deque(newest, maxlen=HISTORY_SHOWN))
+
+
+def _set(state: ScalingState, fields: Mapping[str, Tensor]) -> None:
+    for field, value in fields.items():
+        setattr(state, field, value.clone().to(state.scale.device))

@@ -1,6 +1,6 @@
 """Curves in a terminal."""
 
-from fp8serve.text_chart import text_chart
+from fp8serve.charts import text_chart
 
 
 def test_a_falling_line_goes_from_the_upper_left_to_the_lower_right() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8serve.bench.plot import Panel, svg
+from fp8serve.charts import Panel, svg_file
 from fp8serve.commands.bench import Out, measured, publish, show
 from fp8serve.fp8.ops import dequantize, quantize, scaled_mm
 from fp8serve.terminal import AsJson, print_table
@@ -94,7 +94,7 @@ def chart(result: Mapping[str, Any]) -> str:
         rows = [row for row in result["rows"] if row["values"] == kind]
         curves = {name: [(math.log2(row["terms"]), row[name]) for row in rows] for name in SUMS}
         panels.append(Panel(f"error, values of {kind}", curves, log=True))
-    return svg("Error of a product over its size, by how its sums are kept", panels, "log2 of the number of terms")
+    return svg_file("Error of a product over its size, by how its sums are kept", panels, "log2 of the number of terms")
 
 
 def command(out: Out = None, json: AsJson = False) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8serve.bench.plot import Panel, Points, svg
+from fp8serve.charts import Panel, Points, svg_file
 from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.conversion import convert
 from fp8serve.fp8.ops import dequantize
@@ -47,7 +47,7 @@ def scale_picture() -> str:
         f"scale {fitting:.0f}": _errors(weights, binades, exponents, fitting),
     }
     panels = [Panel("values of this size, %", {"weights": share}), Panel("mean rounding error, %", errors)]
-    return svg("A cast to E4M3, without a scale and with 448 / amax", panels, "size of a value, as a power of two")
+    return svg_file("A cast to E4M3, without a scale and with 448 / amax", panels, "size of a value, as a power of two")
 
 
 def _errors(x: Tensor, binades: Tensor, exponents: Iterable[int], scale: float) -> Points:
@@ -75,7 +75,7 @@ def delayed_picture() -> str:
         Panel("magnitude", {"amax": amaxes, "range": ranges}),
         Panel("values cut off, %", {"cut off": cut}),
     ]
-    return svg(f"Delayed scaling with a history of {HISTORY} steps", panels, "step")
+    return svg_file(f"Delayed scaling with a history of {HISTORY} steps", panels, "step")
 
 
 def _calibrating_step(model: nn.Module, recipe: DelayedScaling, x: Tensor) -> None:
@@ -119,7 +119,7 @@ def travels_picture() -> str:
         ranges.setdefault(stage, []).append((step, LARGEST / _input_scale(model)))
     amaxes = {"amax": [(float(step), amax) for step, amax in enumerate(seen)]}
     title = "The range of one scale: found, kept, trained, kept"
-    return svg(title, [Panel("magnitude", amaxes | ranges)], "step")
+    return svg_file(title, [Panel("magnitude", amaxes | ranges)], "step")
 
 
 def _stages() -> Iterator[str]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.studies.arms import Arm, ArmsPlan, Training, write_model
 from fp8serve.bench.options import Shape
-from fp8serve.bench.plot import Panel, svg
+from fp8serve.charts import Panel, svg_file
 from fp8serve.commands.bench import Out, measured, publish, show
 from fp8serve.commands.from_options import Chosen, with_options
 from fp8serve.errors import JobError
@@ -176,7 +176,7 @@ def chart(result: Mapping[str, Any]) -> str:
         around = range(max(0, at - SOON), min(at + 3 * SOON, len(curves["bf16"])))
         lines = {name: [(float(step), curves[arm][step]) for step in around] for arm, name in shown.items()}
         panels.append(Panel(f"loss, jump of the {jump}", lines))
-    return svg(f"Training loss around a jump at step {at}; delayed scaling with history {longest}", panels, "step")
+    return svg_file(f"Training loss around a jump at step {at}; delayed scaling with history {longest}", panels, "step")
 
 
 ROLES = {"input": "inputs", "weight": "weights", "grad_output": "gradients"}

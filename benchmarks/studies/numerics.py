@@ -17,8 +17,8 @@ from annotated_types import Ge
 from benchmarks.studies import layers, quantization, spikes
 from benchmarks.studies.corpus import corpus
 from fp8serve.bench.options import Checked
-from fp8serve.bench.plot import Panel, svg
 from fp8serve.calibration.options import SHIPPED, Files
+from fp8serve.charts import Panel, svg_file
 from fp8serve.commands.bench import Out, measured, publish, show
 from fp8serve.commands.from_options import Chosen, with_options
 from fp8serve.options import About
@@ -92,7 +92,7 @@ def charts(result: Mapping[str, Any]) -> dict[str, str]:
         for name, found in result["recipes"].items()
     }
     return {
-        "layers": svg(
+        "layers": svg_file(
             "Output SQNR of every linear", [Panel("SQNR, dB", by_recipe)], "linear, in the order of the model"
         ),
         "spikes": spikes.chart(result["spikes"]["cases"]),

@@ -76,7 +76,7 @@ def _told(apart: list[float]) -> dict[str, Any]:
 
 def chart(results: Sequence[Result]) -> str:
     """The distance of the running loss from the first recipe's over the steps: its mean over seeds and its scatter."""
-    from fp8serve.bench.plot import Panel, svg
+    from fp8serve.charts import Panel, svg_file
 
     width = max(1, results[0]["plan"]["steps"] // 20)
     first, *others = results[0]["runs"]
@@ -93,7 +93,7 @@ def chart(results: Sequence[Result]) -> str:
         Panel(f"mean of {len(results)} seeds, %", over_seeds(fmean)),
         Panel("standard deviation, %", over_seeds(stdev)),
     ]
-    return svg(f"Distance of the training loss from {first}, mean of {width} steps", panels, "step")
+    return svg_file(f"Distance of the training loss from {first}, mean of {width} steps", panels, "step")
 
 
 def _distances(curves: Mapping[str, Any], name: str, first: str, width: int) -> list[tuple[float, float]]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.studies.quantization import sqnr_db
-from fp8serve.bench.plot import Panel, svg
+from fp8serve.charts import Panel, svg_file
 from fp8serve.fp8.ops import dequantize
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.fp8.scaling import Entry, ScalingState, update
@@ -85,7 +85,7 @@ def chart(cases: Sequence[Mapping[str, Any]]) -> str:
         )
         for margin in (MARGINS[0], MARGINS[-1])
     ]
-    return svg(f"Delayed scaling in E4M3, values {FACTOR:.0f} times larger at step {START} only", panels, "step")
+    return svg_file(f"Delayed scaling in E4M3, values {FACTOR:.0f} times larger at step {START} only", panels, "step")
 
 
 def margin_chart(cases: Sequence[Mapping[str, Any]]) -> str:
@@ -96,4 +96,4 @@ def margin_chart(cases: Sequence[Mapping[str, Any]]) -> str:
         Panel("SQNR, dB", {name: [(float(c["margin"]), c[key]) for c in cases] for name, key in curves.items()}),
         Panel("saturated at the spike, %", {"at the spike": lost}),
     ]
-    return svg(f"Margins and a spike of {FACTOR:.0f} times, history {HISTORIES[1]}", panels, "margin")
+    return svg_file(f"Margins and a spike of {FACTOR:.0f} times, history {HISTORIES[1]}", panels, "margin")

@@ -279,7 +279,7 @@ def smoothed(values: Sequence[float], width: int) -> list[tuple[float, float]]:
 
 def chart(result: Mapping[str, Any]) -> str:
     """The training curves, smoothed, and below them each recipe's distance from the first one, in percent."""
-    from fp8serve.bench.plot import Panel, svg
+    from fp8serve.charts import Panel, svg_file
 
     steps = result["plan"]["steps"]
     width = max(1, steps // 50)
@@ -289,7 +289,7 @@ def chart(result: Mapping[str, Any]) -> str:
         name: [(x, 100 * (y / b - 1)) for (x, y), (_, b) in zip(points, base, strict=True)]
         for name, points in curves.items()
     }
-    return svg(
+    return svg_file(
         f"Training loss, {result['parameters'] / 1e6:.1f} M parameters, mean of {width} steps",
         [Panel("loss, nats per token", curves), Panel(f"distance from {next(iter(curves))}, %", apart)],
         "step",

@@ -48,10 +48,10 @@ def command(
     report_file: ReportFile = None,
     json: AsJson = False,
 ) -> None:
-    from fp8serve.calibration.page.pages import html_report
+    from fp8serve.calibration.checks import quantized_notes
     from fp8serve.calibration.pipeline import calibrate
-    from fp8serve.calibration.refused import quantized_notes
-    from fp8serve.calibration.report import summary_table
+    from fp8serve.calibration.reports.page import html_report
+    from fp8serve.calibration.reports.tables import summary_table
     from fp8serve.engine.task import task_of
     from fp8serve.hub import find_model
     from fp8serve.ranks import torchrun
@@ -88,10 +88,10 @@ def _encoder(
     report_file: Path | None,
     json: bool,
 ) -> None:
-    from fp8serve.calibration.embedding import calibrate_encoder
-    from fp8serve.calibration.embedding_report import embedding_table
-    from fp8serve.calibration.page.encoder_pages import html_encoder_report
-    from fp8serve.calibration.refused import quantized_notes
+    from fp8serve.calibration.checks import quantized_notes
+    from fp8serve.calibration.pipeline import calibrate_encoder
+    from fp8serve.calibration.reports.page import html_encoder_report
+    from fp8serve.calibration.reports.tables import embedding_table
 
     notes = quantized_notes(directory)
     _print(notes)

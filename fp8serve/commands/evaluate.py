@@ -46,8 +46,8 @@ def command(
     check_report(report_file)
     directory, reference = find_model(model), find_model(against) if against else None
     from fp8serve.calibration.evaluate import evaluate
-    from fp8serve.calibration.page.pages import html_evaluation
-    from fp8serve.calibration.report import eval_table
+    from fp8serve.calibration.reports.page import html_evaluation
+    from fp8serve.calibration.reports.tables import eval_table
 
     if task_of(directory) != "generate":
         return _encoder(context, directory, reference, dict(options.values), (model, against), report_file, json)
@@ -70,9 +70,9 @@ def _encoder(
 ) -> None:
     if options.pop("head_dtype") != "bf16":
         raise RequestError(f"{names[0]} makes no logits of tokens; leave --head-dtype out.")
-    from fp8serve.calibration.encoder_evaluate import evaluate_encoder
-    from fp8serve.calibration.encoder_result import encoder_eval_table
-    from fp8serve.calibration.page.encoder_pages import html_encoder_evaluation
+    from fp8serve.calibration.evaluate import evaluate_encoder
+    from fp8serve.calibration.reports.page import html_encoder_evaluation
+    from fp8serve.calibration.reports.tables import encoder_eval_table
 
     with stages("Evaluating") as progress:
         report = evaluate_encoder(directory, against=reference, progress=progress, command=typed(context), **options)

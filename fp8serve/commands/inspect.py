@@ -90,7 +90,7 @@ def _draw(path: Path, report_file: Path | None) -> None:
     if report_file is None:
         return
     check_report(report_file)
-    from fp8serve.calibration.page.pages import html_report
+    from fp8serve.calibration.reports.page import html_report
     from fp8serve.calibration.result import read_report
 
     report = read_report(path)

@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
+from fp8serve.charts import text_chart
 from fp8serve.client import jobs as client
 from fp8serve.commands.connecting import URL, KeyFile, Server, connected
 from fp8serve.errors import MachineError
 from fp8serve.terminal import AsJson, print_json, print_table, printable
-from fp8serve.text_chart import text_chart
 from fp8serve.train.series import FIRST, Metrics, Points, as_csv, curves, of_run
 
 Run = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, as list shows it, or the directory of a run.")]
@@ -92,9 +92,9 @@ def chart(series: list[Metrics], metric: list[str]) -> str:
 
 def picture(title: str, series: list[Metrics], metric: list[str]) -> str:
     """An SVG file's text. JobError: nothing was reported."""
-    from fp8serve.bench.plot import Panel, svg
+    from fp8serve.charts import Panel, svg_file
 
-    return svg(title, [Panel(name, frame) for name, frame in _frames(series, metric).items()], "step")
+    return svg_file(title, [Panel(name, frame) for name, frame in _frames(series, metric).items()], "step")
 
 
 def _frames(series: list[Metrics], metric: list[str]) -> dict[str, dict[str, Points]]:

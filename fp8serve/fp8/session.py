@@ -181,7 +181,7 @@ class Session:
             if position in self._modules:  # a shallow copy, which has its original's session
                 return self.enroll(module, Order.COPIED)
             self._modules[position] = module
-            self._enrolled[position.line] = max(self._enrolled[position.line], position.number + 1)
+            self._enrolled[position.order] = max(self._enrolled[position.order], position.number + 1)
         return position
 
     def leave(self, module: Scaled) -> None:

@@ -3,11 +3,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fp8serve.calibration.charts import HEIGHT, WIDTH, Dot, dots, sparkline
-from fp8serve.calibration.page.bars import bars
-from fp8serve.calibration.page.curve import curve
-from fp8serve.calibration.page.heat import heat
+from fp8serve.calibration.reports.sections import _histogram
 from fp8serve.calibration.result import CastReport
+from fp8serve.charts import HEIGHT, WIDTH, Dot, curve, dots, heat, sparkline
 
 
 def svg_of(text: str) -> ElementTree.Element:
@@ -96,7 +94,9 @@ def test_there_is_no_heat_map_of_one_batch() -> None:
 def test_bars_are_as_high_as_their_shares() -> None:
     shares = [0.0] * 16
     shares[0], shares[8] = 0.1, 0.4
-    svg = svg_of(bars(CastReport(30.0, 0.0, 0.2, tuple(shares), 0.0)))
+    histogram, _, caption = _histogram(CastReport(30.0, 0.0, 0.2, tuple(shares), 0.0)).partition("<small>")
+    svg = svg_of(histogram)
+    assert caption.startswith("zero 20 %, subnormal 10 %")
     drawn = [(r.attrib["class"], float(r.attrib["height"])) for r in svg.findall("rect")]
     assert len(drawn) == 17
     assert [look for look, _ in drawn] == ["hot", "hot", *["h"] * 15]

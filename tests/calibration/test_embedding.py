@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from fp8serve.calibration.closeness import Closeness
 from fp8serve.calibration.data import load_samples
-from fp8serve.calibration.embedding import calibrate_encoder
-from fp8serve.calibration.pipeline import calibrate
+from fp8serve.calibration.embedding import Closeness
+from fp8serve.calibration.pipeline import calibrate, calibrate_encoder
 from fp8serve.cli import main
 from fp8serve.engine.embedding import Embedder
 from fp8serve.errors import RecipeError
@@ -113,7 +112,7 @@ def served(folder: Path, original: Path) -> Closeness:
 def test_a_report_says_what_loses_less(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = calibrate_encoder(tiny, out=tmp_path / "good", **OPTIONS)
     assert good.notes == (good.quality.text(),)
-    monkeypatch.setattr("fp8serve.calibration.embedding_report.GOAL", 0.999999)
+    monkeypatch.setattr("fp8serve.calibration.output.GOAL", 0.999999)
     report = calibrate_encoder(tiny, out=tmp_path / "fp8", **OPTIONS)
     assert "by --rounding gptq, --recipe w8a16, --target-cosine 0.999999" in report.notes[1]
     report = calibrate_encoder(tiny, out=tmp_path / "w8a16", recipe=from_name("w8a16"), rounding="gptq", **OPTIONS)

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from fp8serve.calibration.closeness import Closeness
 from fp8serve.calibration.data import load_samples
-from fp8serve.calibration.embedding import calibrate_encoder
-from fp8serve.calibration.encoder_evaluate import evaluate_encoder
-from fp8serve.calibration.retrieval import Ranking, halves, neighbours
+from fp8serve.calibration.embedding import Closeness, Ranking, halves, neighbours
+from fp8serve.calibration.evaluate import evaluate_encoder
+from fp8serve.calibration.pipeline import calibrate_encoder
 from fp8serve.cli import main
 from fp8serve.engine.classifying import Classifier
 from fp8serve.engine.embedding import Embedder

@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from fp8serve.calibration.pipeline import calibrate
-from fp8serve.calibration.precision import choices, groups
 from fp8serve.calibration.result import CalibrationReport, read_report
+from fp8serve.calibration.techniques.precision import choices, groups
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling, from_name

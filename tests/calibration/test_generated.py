@@ -18,8 +18,8 @@ from fp8serve.calibration.generated import (
     _prompts,
     continued,
 )
-from fp8serve.calibration.page.pages import html_report
 from fp8serve.calibration.pipeline import calibrate
+from fp8serve.calibration.reports.page import html_report
 from fp8serve.calibration.result import CalibrationReport
 from fp8serve.model.checkpoint import load_servable
 from fp8serve.model.text.tokenizer import Tokenizer

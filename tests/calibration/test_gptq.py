@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8serve.calibration.gptq import DAMPING, E4M3, compensated
+from fp8serve.calibration.techniques.rounding import DAMPING, E4M3, compensated
 from fp8serve.fp8.ops.arithmetic import dequantize, expand
 from fp8serve.fp8.ops.casts import quantize_block, quantize_rowwise
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from fp8serve.calibration.data import calibration_batches
-from fp8serve.calibration.healing import Schedule, heal
 from fp8serve.calibration.observe import observe, settle
 from fp8serve.calibration.pipeline import calibrate, load
 from fp8serve.calibration.result import CalibrationReport
+from fp8serve.calibration.techniques.healing import Schedule, heal
 from fp8serve.errors import Fp8ServeError, ModelError
 from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, from_name

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fp8serve.calibration.data import Batch, calibration_batches
-from fp8serve.calibration.input_scales import RANGES, searched_amaxes
 from fp8serve.calibration.passes import forward, hooks
 from fp8serve.calibration.pipeline import calibrate, load
+from fp8serve.calibration.techniques.input_scales import RANGES, searched_amaxes
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.ops import quantize

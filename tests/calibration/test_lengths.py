@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from fp8serve.calibration.checks import shortfall
 from fp8serve.calibration.evaluate import evaluate
-from fp8serve.calibration.lengths import shortfall
-from fp8serve.calibration.page.pages import html_report
 from fp8serve.calibration.pipeline import calibrate
+from fp8serve.calibration.reports.page import html_report
 from fp8serve.calibration.result import CalibrationReport
 from fp8serve.cli import main
 from fp8serve.inspection import inspect

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from fp8serve.calibration.evaluate import evaluate
-from fp8serve.calibration.made import call
+from fp8serve.calibration.output import call
 from fp8serve.calibration.pipeline import calibrate
 from fp8serve.fp8.recipe import DelayedScaling
 

@@ -4,11 +4,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from fp8serve.calibration.page.findings import Finding, evaluation_findings, findings
-from fp8serve.calibration.page.inputs import kind_of
-from fp8serve.calibration.page.pages import html_evaluation, html_report
-from fp8serve.calibration.page.series import by_projection
-from fp8serve.calibration.page.texts import before_and_after, what_to_know
+from fp8serve.calibration.reports.findings import Finding, evaluation_findings, findings, kind_of
+from fp8serve.calibration.reports.page import html_evaluation, html_report
+from fp8serve.calibration.reports.sections import before_and_after, by_projection, what_to_know
 from fp8serve.calibration.result import (
     CalibrationReport,
     ChannelReport,

@@ -8,11 +8,11 @@ import pytest
 import torch
 import transformers
 
-from fp8serve.calibration.page.pages import html_report
 from fp8serve.calibration.pipeline import calibrate
-from fp8serve.calibration.precision import Target, fewest, groups, left_out
-from fp8serve.calibration.report import summary_table
+from fp8serve.calibration.reports.page import html_report
+from fp8serve.calibration.reports.tables import summary_table
 from fp8serve.calibration.result import CalibrationReport, KeptReport, Quality
+from fp8serve.calibration.techniques.precision import Target, fewest, groups, left_out
 from fp8serve.engine.engine import Engine
 from fp8serve.errors import Fp8ServeError, RecipeError
 from fp8serve.fp8.frozen import FrozenLinear

@@ -5,7 +5,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from fp8serve.calibration.report import eval_table, summary_table, verdict
+from fp8serve.calibration.reports.tables import eval_table, summary_table, verdict
 from fp8serve.calibration.result import CalibrationReport, EvalReport, LayerReport
 from fp8serve.errors import DataError
 

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from fp8serve.calibration.data import calibration_batches
-from fp8serve.calibration.layerwise import streams
 from fp8serve.calibration.measure import TokenTally, add_logits
-from fp8serve.calibration.passes import forward, hooks
+from fp8serve.calibration.passes import forward, hooks, streams
 from fp8serve.calibration.pipeline import calibrate, load
 from fp8serve.calibration.result import CalibrationReport
-from fp8serve.calibration.rounding import _products_of
+from fp8serve.calibration.techniques.rounding import _products_of
 from fp8serve.errors import Fp8ServeError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.ops.arithmetic import dequantize

@@ -5,14 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8serve.calibration.compare import freezer
+from fp8serve.calibration.compare import freezer, kl_shares
 from fp8serve.calibration.data import calibration_batches
 from fp8serve.calibration.measure import TokenTally, add_logits
 from fp8serve.calibration.observe import observe, settle
 from fp8serve.calibration.passes import forward, hooks
 from fp8serve.calibration.pipeline import load
 from fp8serve.calibration.result import LayerReport, worst_first
-from fp8serve.calibration.sensitivity import kl_shares
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.model.text.tokenizer import Tokenizer
 

@@ -11,13 +11,12 @@ from rich.console import Console
 from torch import Tensor
 
 from fp8serve.calibration.data import Batch, Sample, load_samples, make_batches
-from fp8serve.calibration.page.findings import findings
-from fp8serve.calibration.pairs import factors, folded, pairs, parameters
 from fp8serve.calibration.passes import forward
 from fp8serve.calibration.pipeline import calibrate, load
-from fp8serve.calibration.report import summary_table
+from fp8serve.calibration.reports.findings import findings
+from fp8serve.calibration.reports.tables import summary_table
 from fp8serve.calibration.result import CalibrationReport
-from fp8serve.calibration.smoothing import FACTORS, put, smooth
+from fp8serve.calibration.techniques.smoothing import FACTORS, factors, folded, pairs, parameters, put, smooth
 from fp8serve.errors import Fp8ServeError
 from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.hub import find_model

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from fp8serve.calibration.embedding import calibrate_encoder
+from fp8serve.calibration.pipeline import calibrate_encoder
 from fp8serve.engine.classifying import Classifier
 from fp8serve.engine.embedding import Embedder
 from fp8serve.errors import Fp8ServeError, ModelError, RequestError

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from fp8serve.calibration.embedding import calibrate_encoder
+from fp8serve.calibration.pipeline import calibrate_encoder
 from fp8serve.cli import main
 from fp8serve.engine.embedding import Embedder
 from fp8serve.engine.engine import Engine

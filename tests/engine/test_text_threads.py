@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8serve.calibration.embedding import calibrate_encoder
+from fp8serve.calibration.pipeline import calibrate_encoder
 from fp8serve.engine.embedding import Embedder
 from fp8serve.engine.text_threads import LEAST, TextThreads, shares
 from fp8serve.fp8.own_linear import own_products

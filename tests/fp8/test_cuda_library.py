@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8serve.calibration.device import check_device as check_for_calibration
+from fp8serve.calibration.checks import check_device as check_for_calibration
 from fp8serve.engine.accelerator import check_device as check_for_serving
 from fp8serve.errors import MachineError
 from fp8serve.fp8 import cuda_library, ops

@@ -10,9 +10,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from fp8serve.calibration.checks import check_model
 from fp8serve.calibration.options import CalibrationOptions
 from fp8serve.calibration.pipeline import calibrate
-from fp8serve.calibration.refused import check_model
 from fp8serve.cli import main
 from fp8serve.doctor import examine
 from fp8serve.engine.engine import Engine

@@ -1,18 +1,22 @@
-"""Options that a calibration refuses before a weight is read."""
+"""Options that a calibration or an evaluation refuses before a weight is read, and the lengths of sequences."""
 
 import math
 from pathlib import Path
 
-from fp8serve.errors import DataError, ModelError, RecipeError
+import torch
+
+from fp8serve.calibration.options import CalibrationOptions
+from fp8serve.calibration.techniques.precision import Target
+from fp8serve.errors import DataError, MachineError, ModelError, RecipeError
 from fp8serve.fp8.recipe import Recipe, delayed, name_of, to_json, trains
+from fp8serve.fp8.selfcheck import prepare_device
 from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.formats.quantization_config import quantization_files
 from fp8serve.model.storage.files import check_absent, check_writable
 from fp8serve.model.stored import matrices_note, open_checkpoint
 
-from .device import check_device
-from .options import CalibrationOptions
-from .precision import Target
+ENCODER_OPTIONS = ("data", "holdout", "samples", "seq_len", "batch_size", "seed", "device", "format", "max_shard_size",
+                   "rounding", "skip", "only", "target_cosine")  # fmt: skip
 
 
 def check_settings(
@@ -40,6 +44,14 @@ def check_settings(
     return recipe
 
 
+def check_encoder_options(options: CalibrationOptions) -> None:
+    """RecipeError: an option other than its default that has no meaning for a model that embeds."""
+    defaults = CalibrationOptions.of({})
+    for name, value in vars(options).items():
+        if name not in ENCODER_OPTIONS and value != getattr(defaults, name):
+            raise RecipeError(f"{name} is of models that write text, and this one embeds or classifies; leave it out.")
+
+
 def check_room(source: Path, out: Path) -> None:
     """MachineError: the disk of `out` has less room than one byte for each weight of `source`."""
     checkpoint = open_checkpoint(source)
@@ -62,7 +74,7 @@ def quantized_notes(source: Path, *, scales_only: bool = False) -> tuple[str, ..
 
 
 def check_model(config: ModelConfig, asked: CalibrationOptions) -> None:
-    """ModelError: a model with a head of labels is measured in another way (embedding.py).
+    """ModelError: a model with a head of labels is measured in another way (job.py).
 
     RecipeError: smoothing must know what each layer reads, which only transformers knows for this model.
     """
@@ -102,3 +114,35 @@ def _check_weights(recipe: Recipe, asked: CalibrationOptions) -> None:
         raise RecipeError("heal_rate is the learning rate of healing, which is off; give heal, or leave out heal_rate.")
     if asked.heal and not trains(recipe):
         raise RecipeError(f"Nothing trains under the recipe {name_of(recipe)!r}, so it cannot heal.")
+
+
+def check_device(device: str) -> str:
+    """`device` if this torch can compute on it ("cpu", "cuda", "cuda:1"); else MachineError."""
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:
+        raise MachineError(f"The device {device!r} does not exist; use cpu or cuda.") from None
+    if wanted.type not in ("cpu", "cuda"):
+        raise MachineError(f"The device {device!r} is not supported; use cpu or cuda.")
+    if wanted.type == "cuda" and (wanted.index or 0) >= torch.cuda.device_count():
+        raise MachineError(f"The device {device!r} was asked for, but this torch sees no such GPU; use --device cpu.")
+    prepare_device(wanted)
+    return device
+
+
+def fitting(seq_len: int, *models: ModelConfig) -> tuple[int, tuple[str, ...]]:
+    """(`seq_len`, or less where one of `models` has a shorter context; a sentence about it when it is less)."""
+    longest = min(config.max_position_embeddings for config in models)
+    if seq_len <= longest:
+        return seq_len, ()
+    bound = f"{longest} tokens, the model's trained context"
+    return longest, (f"Sequences were cut to {bound}, instead of the {seq_len} asked for.",)
+
+
+def shortfall(asked: int, seq_len: int, samples: int, tokens: int) -> tuple[str, ...]:
+    """A sentence where `asked` samples of `seq_len` tokens became fewer, or ones with less than half of the tokens."""
+    if samples == asked and 2 * tokens >= asked * seq_len:
+        return ()
+    why = "there is no more text" if samples < asked else "short documents are not joined"
+    wanted, gave = f"{asked:,} samples of {seq_len:,} tokens", f"{samples:,} samples with {tokens:,} tokens"
+    return (f"{wanted} were asked for; the data gave {gave}, because {why}.",)

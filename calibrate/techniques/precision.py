@@ -1,7 +1,7 @@
 """Chooses the linears that stay in high precision: those that the user names, and those that cost most per byte saved.
 
 `skip` and `only` name linears by patterns. A target (`target_kl`, `max_ppl_increase`) is met at the smallest cost in
-bytes: linears are ordered by the KL divergence that their FP8 adds (sensitivity.py) per byte that it saves, and as many
+bytes: linears are ordered by the KL divergence that their FP8 adds (compare.py) per byte that it saves, and as many
 of the first ones as needed return to high precision. Their number is found by bisection with measurements, not
 predicted. Linears that read one input are one choice, and so are the experts of a layer, because they are served as one
 product.
@@ -12,12 +12,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from fp8serve.calibration.options import CalibrationOptions
+from fp8serve.calibration.result import KeptReport, Quality
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.linear import Linear
 from fp8serve.model.formats.targets import matches
-
-from .options import CalibrationOptions
-from .result import KeptReport, Quality
 
 Names = tuple[str, ...]
 EXPERTS = ".experts."

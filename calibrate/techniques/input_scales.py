@@ -13,16 +13,14 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from fp8serve.calibration.data import Batch, first_sequences
+from fp8serve.calibration.passes import Linears, forward, hooks
+from fp8serve.calibration.progress import Stages
+from fp8serve.calibration.techniques.precision import groups
 from fp8serve.fp8.ops.arithmetic import FP8_MAX
 from fp8serve.model.building import Model
 
-from .data import Batch, first_sequences
-from .passes import Linears, forward, hooks
-from .precision import groups
-from .progress import Stages
-
 Amaxes = dict[str, float]  # by the name of a tensor, such as "model.layers.0.mlp.down_proj.input"
-
 E4M3 = torch.float8_e4m3fn
 RANGES = tuple(2 ** (-k / 4) for k in range(9))  # from all of the range that was seen down to a quarter of it
 SEARCHED_TOKENS = 2048  # tokens of the calibration text: the search multiplies each by every range

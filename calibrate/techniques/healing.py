@@ -19,19 +19,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax
 
+from fp8serve.calibration.compare import freezer
+from fp8serve.calibration.data import IGNORED, Batch
+from fp8serve.calibration.measure import LOGIT_ROWS
+from fp8serve.calibration.observe import Observer, scale_of
+from fp8serve.calibration.passes import Linears, forward
+from fp8serve.calibration.progress import Stages
 from fp8serve.errors import ModelError
 from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.ops.arithmetic import dequantize
 from fp8serve.fp8.recipe import Recipe, reduced
 from fp8serve.model.building import Model
-
-from .compare import freezer
-from .data import IGNORED, Batch
-from .measure import LOGIT_ROWS
-from .observe import Observer, scale_of
-from .passes import Linears, forward
-from .progress import Stages
 
 WARMUP = 0.1  # fraction of the steps in which the learning rate rises to its maximum; after that it falls to zero
 
