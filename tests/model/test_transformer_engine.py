@@ -28,7 +28,7 @@ from fp8serve.fp8.recipe import DelayedScaling, Format
 from fp8serve.inspection import inspect
 from fp8serve.model.checkpoint import load_servable
 from fp8serve.model.formats import transformer_engine as te
-from fp8serve.model.formats.pickle_data import read_pickle
+from fp8serve.model.formats.restricted_pickle import read_pickle
 from fp8serve.model.formats.scales import ScalingCheckpoint, TensorScale, load_scales, save_scales
 from tests.tiny import write_tiny_model
 

@@ -11,8 +11,7 @@ the pickle (1.x also: the torch.save file) of
     extra_fp8_variables    {"num_gemms": g, "fp8_max_fwd": 448.0, ...}
 
 `scale` means the same in both projects: it multiplies to quantize. Loading a pickle runs the code in it, and
-Transformer Engine itself now refuses to. Here it is read as data (`pickle_data`, `torch_pickle`): nothing is imported
-or called.
+Transformer Engine itself now refuses to. Here it is read as data (`restricted_pickle`): nothing is imported or called.
 
 Names: a model whose nn.Linear modules were replaced keeps its Hugging Face names. The fused modules of TransformerLayer
 and of Megatron are mapped to the linears that they combine; the parts of a fused projection share its scales, because
@@ -40,9 +39,8 @@ from torch import Tensor
 from fp8serve.errors import Fp8ServeError, RecipeError, ScalesError
 from fp8serve.fp8.recipe import DelayedScaling, Format, delayed
 from fp8serve.fp8.scaling import fp8_max
-from fp8serve.model.formats.pickle_data import Call, Global, read_pickle
+from fp8serve.model.formats.restricted_pickle import Call, Global, Storages, kind, read_state, tensor
 from fp8serve.model.formats.scales import ScalingCheckpoint, TensorScale, check, fingerprint
-from fp8serve.model.formats.torch_pickle import Storages, is_zip, kind, read_torch_file, tensor
 from fp8serve.model.storage.shards import Shards, read_header
 
 KEY = "_extra_state"
@@ -81,7 +79,7 @@ def read_module(state: Tensor, where: str = KEY) -> ModuleState | None:
 def _parse(data: bytes) -> ModuleState | None:
     if not data:
         return None
-    value, storages = read_torch_file(data) if is_zip(data) else (read_pickle(data), {})
+    value, storages = read_state(data)
     if value is None:
         return None
     if not isinstance(value, dict):
