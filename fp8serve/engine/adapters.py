@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fp8serve.engine.invariant import RowIndependent
 from fp8serve.engine.scheduler import Work
 from fp8serve.engine.transfer import to_device
 from fp8serve.errors import MachineError, ModelError, RequestError, shown
@@ -126,14 +125,14 @@ class Adapters:
                     f"{directory}: the rank of {linear} is {rank}, above the limit of {self.max_rank}; raise "
                     "max_lora_rank."
                 )
-            if not isinstance(self.model.get_submodule(linear), FrozenLinear | OwnLinear | RowIndependent):
+            if not isinstance(self.model.get_submodule(linear), FrozenLinear | OwnLinear):
                 raise ModelError(f"{directory}: {linear} is computed in a way that takes no adapter; train without it.")
         size = 2 * sum(low.nbytes for low in found.values())  # stacks are copies, and the old ones are freed last
         if self.model.embedding.weight.device.type == "cpu" and size > (free := free_memory()):
             raise MachineError(f"{directory} needs {size:,} bytes and {free:,} are free; unload another adapter first.")
 
     def _part(self, linear: str, low: "LowRank") -> Part:
-        base = _innermost(self.model.get_submodule(linear))
+        base = self.model.get_submodule(linear)
         device = cast(Tensor, base.weight).device
         a, b = low.a.to(device), low.b.to(device)
         magnitude = None if low.magnitude is None else low.magnitude.to(device)
@@ -150,13 +149,9 @@ class Adapters:
         for linear in linears:
             module = self.model.get_submodule(linear)
             parts = {number: held.parts[linear] for number, held in self._held.items() if linear in held.parts}
-            bias = cast(Tensor | None, _innermost(module).bias)
+            bias = cast(Tensor | None, module.bias)
             beside = Beside(self.assignment, parts, bias, is_pruned=linear in pruned) if parts else None
             attach(module, beside)
-
-
-def _innermost(module: nn.Module) -> nn.Module:
-    return module.inner if isinstance(module, RowIndependent) else module
 
 
 def _digest(found: "Adapter") -> bytes:

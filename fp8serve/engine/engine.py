@@ -5,7 +5,7 @@ outputs.
 
 It is single-threaded and owns no process and no socket (`worker.py` does); `generate` drives it in-process. An answer
 depends on the request alone: on a CPU, scheduling, neighbours, cached prefixes, preemption and drafts do not change a
-bit of it (`invariant.py`, `sampler.py` and the attention op each keep a part of that promise). On a GPU the sampler and
+bit of it (the kernels, `sampler.py` and the attention op each keep a part of that promise). On a GPU the sampler and
 the attention keep it, too, but matrix products choose their kernel by the number of rows: docs/cuda.md.
 """
 

@@ -25,7 +25,6 @@ from fp8serve.engine.bad_words import Bans
 from fp8serve.engine.draft_loading import LoadedDraft, draft_config, load_draft
 from fp8serve.engine.draft_model import DraftParts
 from fp8serve.engine.grammar import Grammars
-from fp8serve.engine.invariant import make_row_independent
 from fp8serve.engine.kept_prefixes import KeptPrefixes, kept_prefixes
 from fp8serve.engine.memory import CachePlan, check_length, plan, weight_bytes
 from fp8serve.engine.options import EngineOptions
@@ -37,16 +36,17 @@ from fp8serve.engine.traffic import Calibrated, Traffic, input_scale
 from fp8serve.errors import ModelError, ScalesError
 from fp8serve.fp8 import ops, recipe
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.own_linear import is_plain, own_products, use_own_products
+from fp8serve.fp8.own_linear import use_own_products
 from fp8serve.fp8.recipe import DelayedScaling, Float8CurrentScaling, delayed
 from fp8serve.fp8.served_attention import KvScale
 from fp8serve.model import parity
-from fp8serve.model.building import Model
+from fp8serve.model.building import AnyModel, Model
 from fp8serve.model.checkpoint import kv_scales, load_servable, open_checkpoint
 from fp8serve.model.config.decoder import ModelConfig, computed_by_note, read_config
 from fp8serve.model.config.wrappers import left_out_notes
 from fp8serve.model.formats.microscaling import widened_note
 from fp8serve.model.formats.scales import FILE_NAME, load_scales
+from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.network.experts import reset_token_counts, rows_of_experts
 from fp8serve.model.storage.files import present
 from fp8serve.model.storage.opening import real_path
@@ -76,7 +76,6 @@ class Loaded:
     plan: CachePlan
     runner: Runner
     frozen: dict[str, FrozenLinear]  # FP8 layers but for the head, by their names in the checkpoint
-    tiles: dict[str, tuple[int, ...]]  # heights in which a layer runs; see invariant.py
     graphs: GraphReport
     packer: Packer
     traffic: Traffic
@@ -112,7 +111,6 @@ class Loaded:
             "eos_token_ids": list(config.eos_token_ids),
             "kernels": ops.backends(torch.device(options.device).type),
             "cuda_graphs": self.graphs.text(),
-            "tiled_layers": sorted(name for name, heights in self.tiles.items() if heights),
             "log_probs_as_trained": not self.differences,
             "log_probs_differ_because": self.differences,
         }
@@ -162,7 +160,7 @@ def load(model_dir: Path, options: EngineOptions, given: Model | None = None) ->
     drafting = None if draft_dir is None else load_draft(draft_dir, model, options)
     frozen = _frozen(model)
     scales_batch = any(layer.input_spec.depends_on_batch for layer in frozen.values())
-    tiles = separate_rows(model, frozen, options)
+    separate_rows(model, options.device)
     scales = _cache_scales(model_dir, options) if options.kv_cache_dtype == "fp8" else None
     sizes = sizes or plan_on_gpu(model, config, options, cache_dtype, of_draft)
     model.expect(sizes.max_model_len)
@@ -186,7 +184,7 @@ def load(model_dir: Path, options: EngineOptions, given: Model | None = None) ->
     differences = list(parity.differences(trained, config, options.device, sizes.max_model_len))
     of_options = ((CACHE, scales is not None), (ROLLS, options.roll_history), (HEAD, options.head_dtype != "bf16"))
     differences += [text for text, holds in of_options if holds]
-    parts = tokenizer, grammars, bans, sizes, runner, frozen, tiles, graphs, packer, traffic, kept, draft, differences
+    parts = tokenizer, grammars, bans, sizes, runner, frozen, graphs, packer, traffic, kept, draft, differences
     return Loaded(model_dir, options, config, *parts)
 
 
@@ -222,7 +220,7 @@ def _draft_parts(loaded: LoadedDraft, sizes: CachePlan, options: EngineOptions) 
     """The draft model with its cache, of as many blocks as the model's."""
     model, longest = loaded.model, min(loaded.model.config.max_length, sizes.max_model_len)
     frozen = _frozen(model)
-    separate_rows(model, frozen, options)
+    separate_rows(model, options.device)
     model.expect(longest)
     runner = Runner(model, sizes.num_blocks, options.block_size, torch.bfloat16)
     capture_decoding(runner, options, sizes.max_model_len)
@@ -247,28 +245,19 @@ def _tokenizer(model_dir: Path) -> Tokenizer | None:
     return Tokenizer.from_dir(model_dir) if present(model_dir / "tokenizer.json") else None
 
 
-def separate_rows(model: Model, frozen: dict[str, FrozenLinear], options: EngineOptions) -> dict[str, tuple[int, ...]]:
-    """Makes every linear's rows independent of each other, and joins linears that can be joined; the heights of tiles.
+def separate_rows(model: AnyModel, device: str) -> None:
+    """Makes every linear's rows independent of each other, and joins linears that can be joined.
 
-    Our CPU kernels are written and tested for this. Other products on a CPU are measured, and tiled where that is
-    needed. On a GPU products choose their kernel by the number of rows, and tiles would cost most of its speed.
+    Our CPU kernels are written and tested for this. Other products choose their order of sums by the number of rows.
     """
-    for layer in frozen.values():
-        layer.make_rows_independent()
-    if torch.device(options.device).type != "cuda":
-        if not own_products(options.device):
-            return _measured_rows(model, frozen, options)
+    for layer in model.modules():
+        if isinstance(layer, FrozenLinear):
+            layer.make_rows_independent()
+    on_cpu = torch.device(device).type == "cpu"
+    if on_cpu:
         use_own_products(model)
-    model.join()
-    return {}
-
-
-def _measured_rows(model: Model, frozen: dict[str, FrozenLinear], options: EngineOptions) -> dict[str, tuple[int, ...]]:
-    plain = {name: module for name, module in model.named_modules() if is_plain(module) and name != model.head_name}
-    dtype = model.embedding.weight.dtype
-    tiles = make_row_independent(model, {**frozen, **plain}, dtype, options.step_tokens)
-    tiles |= make_row_independent(model, {model.head_name: model.head}, dtype, options.max_num_seqs)
-    return tiles
+    if on_cpu or not isinstance(model, Encoder):
+        model.join()
 
 
 def _cache_scales(model_dir: Path, options: EngineOptions) -> list[KvScale]:

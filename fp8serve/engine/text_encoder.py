@@ -1,8 +1,8 @@
 """A model that runs over texts, as many together as fit a step: the common part of embedding and classifying.
 
-Texts follow each other without padding. The result of a text does not depend on the others (invariant.py,
-model/reading.py), so on a CPU threads divide the texts and not the ops (text_threads.py). Inputs are not watched: there
-are no live figures about texts.
+Texts follow each other without padding. The result of a text does not depend on the others
+(model/reading.py), so on a CPU threads divide the texts and not the ops (text_threads.py). Inputs are not watched:
+there are no live figures about texts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fp8serve.engine.accelerator import check_device, use_threads
-from fp8serve.engine.invariant import make_row_independent
 from fp8serve.engine.loading import parse_recipe, separate_rows
 from fp8serve.engine.memory import check_length
 from fp8serve.engine.options import EngineOptions
@@ -20,9 +19,7 @@ from fp8serve.engine.request import Task
 from fp8serve.engine.text_threads import TextThreads
 from fp8serve.errors import RequestError
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.own_linear import own_products, use_own_products
-from fp8serve.model.building import AnyModel
-from fp8serve.model.network.encoder import Encoder
+from fp8serve.fp8.own_linear import own_products
 from fp8serve.model.network.experts import mixtures
 from fp8serve.model.reading import hidden_states, load_reader
 from fp8serve.model.text.tokenizer import Tokenizer
@@ -51,7 +48,7 @@ class TextEncoder:
         self.frozen = {n: m for n, m in self.model.named_modules() if isinstance(m, FrozenLinear)}
         longest = check_length(self.model.config, options)
         self.max_length = min(longest, max_length or longest, options.max_model_len or longest)
-        _separate_rows(self.model, self.frozen, options)
+        separate_rows(self.model, options.device)
         divides = own_products(options.device) and not mixtures(self.model)  # experts count their tokens
         self._threads = TextThreads() if divides else None
         for layer in self.frozen.values():
@@ -116,18 +113,3 @@ def _check(options: EngineOptions, task: Task) -> None:
         raise RequestError(f"A model that is there to {task} has no prefix cache to keep; leave cache_dir out.")
     if options.roll_history:
         raise RequestError(f"roll_history is for models that generate, and this one is to {task}; leave it out.")
-
-
-def _separate_rows(model: AnyModel, frozen: dict[str, FrozenLinear], options: EngineOptions) -> None:
-    """Makes every linear's rows independent of each other, and joins what can be joined."""
-    if not isinstance(model, Encoder):
-        separate_rows(model, frozen, options)
-        return
-    for layer in frozen.values():
-        layer.make_rows_independent()
-    if own_products(options.device):
-        use_own_products(model)
-        model.join()
-    elif torch.device(options.device).type != "cuda":
-        plain = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-        make_row_independent(model, {**frozen, **plain}, torch.bfloat16, options.step_tokens)
