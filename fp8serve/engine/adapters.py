@@ -16,10 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from fp8serve.engine.scheduler import Work
-from fp8serve.engine.transfer import to_device
 from fp8serve.errors import MachineError, ModelError, RequestError, shown
-from fp8serve.fp8.beside import NONE, Assignment, Beside, Part, attach, factor_of
+from fp8serve.fp8.beside import Assignment, Beside, Part, attach, factor_of
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.own_linear import OwnLinear
 from fp8serve.model.building import Model
@@ -106,16 +104,6 @@ class Adapters:
         if adapter is not None:
             adapter.users -= 1
             self._free(adapter)
-
-    def begin(self, work: list[Work], last: Tensor | None, device: torch.device) -> None:
-        """The rows of `work` have the adapters of their sequences until `end`; last: see `StepTensors`."""
-        if any(item.seq.adapter is not None for item in work):
-            numbers = [NONE if item.seq.adapter is None else item.seq.adapter.number for item in work]
-            counts = to_device([item.count for item in work], torch.long, device)
-            self.assignment.begin(to_device(numbers, torch.long, device).repeat_interleave(counts), last)
-
-    def end(self) -> None:
-        self.assignment.end()
 
     def _check(self, directory: Path, found: "Adapter") -> None:
         """ModelError, MachineError: see `load`. Called before anything is computed."""

@@ -1,28 +1,88 @@
 """A model that runs over texts, as many together as fit a step: the common part of embedding and classifying.
 
 Texts follow each other without padding. The result of a text does not depend on the others
-(model/reading.py), so on a CPU threads divide the texts and not the ops (text_threads.py). Inputs are not watched:
-there are no live figures about texts.
+(model/reading.py), so on a CPU threads divide the texts and not the ops.
+Inputs are not watched: there are no live figures about texts.
+
+A pass over an encoder is hundreds of small ops, some of torch's and some of ours. If each op is divided among threads,
+they wait for each other hundreds of times, and torch's threads, which spin between its ops, take the cores from ours.
+Instead each thread takes some of the texts through the whole model (`TextThreads`), and they wait once. If there is too
+little work for every thread, they divide the ops.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from fp8serve.engine.accelerator import check_device, use_threads
-from fp8serve.engine.loading import parse_recipe, separate_rows
+from fp8serve.engine.loading import open_device, parse_recipe, separate_rows
 from fp8serve.engine.memory import check_length
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.request import Task
-from fp8serve.engine.text_threads import TextThreads
 from fp8serve.errors import RequestError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.own_linear import own_products
 from fp8serve.model.network.experts import mixtures
 from fp8serve.model.reading import hidden_states, load_reader
 from fp8serve.model.text.tokenizer import Tokenizer
+
+LEAST = 64  # tokens of a thread: fewer are bound by reading the weights, which every thread would do
+
+
+class Compute(Protocol):
+    """Texts by their indexes -> a row for each [texts, ...]."""
+
+    def __call__(self, indexes: Sequence[int]) -> Tensor: ...
+
+
+class TextThreads:
+    """As many threads as torch has when this is made; each computes alone."""
+
+    def __init__(self) -> None:
+        self._count = torch.get_num_threads()
+        self._pool = ThreadPoolExecutor(self._count, "texts")
+        if self._count > 1:
+            everyone = Barrier(self._count)
+            for started in [self._pool.submit(_compute_alone, everyone) for _ in range(self._count)]:
+                started.result()
+            torch.set_num_threads(self._count)  # for this thread, and for those that start later
+
+    def run(self, lengths: Sequence[int], compute: Compute) -> Tensor:
+        """The rows of texts of these lengths, in their order [texts, ...]."""
+        if self._count == 1 or len(lengths) < self._count or sum(lengths) < LEAST * self._count:
+            return compute(range(len(lengths)))
+        parts = shares(lengths, self._count)
+        rows = torch.cat(list(self._pool.map(_inferring(compute), parts)))
+        return rows[torch.tensor([i for part in parts for i in part]).argsort()]
+
+
+def shares(lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Divides the indexes of texts of these lengths into `count` shares of about equal numbers of tokens: the longest
+    text first, each to the share with fewest. Within a share they keep their order."""
+    found: list[list[int]] = [[] for _ in range(count)]
+    tokens = [0] * count
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        least = tokens.index(min(tokens))
+        found[least].append(index)
+        tokens[least] += lengths[index]
+    return [sorted(share) for share in found]
+
+
+def _inferring(compute: Compute) -> Callable[[Sequence[int]], Tensor]:
+    """Switches gradients off, which torch does for each thread separately."""
+    return torch.inference_mode()(compute)
+
+
+def _compute_alone(everyone: Barrier) -> None:
+    """Sets one thread for torch in this thread: torch keeps the number for each thread once it has been read there."""
+    torch.set_num_threads(1)
+    torch.get_num_threads()
+    everyone.wait()
+
 
 Finish = Callable[[Tensor, Sequence[int]], Tensor]  # hidden [tokens, H] of texts of these lengths -> [texts, ...]
 
@@ -39,8 +99,7 @@ class TextEncoder:
     ) -> None:
         """max_length: tokens of a text at most; None: as many as the model has positions."""
         _check(options, task)
-        check_device(options.device)
-        use_threads(options)
+        open_device(options)
         scales = None if options.scales is None else Path(options.scales)
         self.options = options
         self.model = load_reader(model_dir, parse_recipe(options.recipe), scales, options.device)

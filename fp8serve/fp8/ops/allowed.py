@@ -1,4 +1,4 @@
-"""Logits of tokens that may not come next become -inf; a bit for each token says which may (engine/masks.py)."""
+"""Logits of tokens that may not come next become -inf; a bit for each token says which may (engine/grammar.py)."""
 
 from functools import partial
 from itertools import product
