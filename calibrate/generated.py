@@ -20,7 +20,7 @@ from torch import Tensor
 from fp8serve.model.building import Model
 from fp8serve.model.checkpoint import kv_scales, load_servable
 from fp8serve.model.network.decoder import Attend, rotated
-from fp8serve.model.network.memory import free_memory
+from fp8serve.model.storage.memory import free_memory
 from fp8serve.model.text.tokenizer import Tokenizer
 
 from .data import IGNORED, Batch

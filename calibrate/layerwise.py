@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.model.building import AnyModel, Model
 from fp8serve.model.network.encoder import Encoder
-from fp8serve.model.storage.heap import trim
 from fp8serve.model.storage.mapped import release_pages
+from fp8serve.model.storage.memory import trim
 
 from .data import Batch
 from .passes import Tap, attending, hooks

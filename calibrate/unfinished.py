@@ -25,8 +25,7 @@ from torch import Tensor
 from fp8serve.errors import Fp8ServeError, MachineError, ModelError, shown
 from fp8serve.fp8.recipe import Recipe, to_json
 from fp8serve.model.checkpoint import fingerprint
-from fp8serve.model.storage.files import fsync, present, read_json, save_tensors, write_json
-from fp8serve.model.storage.lock import take_lock
+from fp8serve.model.storage.files import fsync, present, read_json, save_tensors, take_lock, write_json
 from fp8serve.model.storage.shards import Shards, read_header
 from fp8serve.ranks import ALONE, Ranks
 

@@ -21,7 +21,7 @@ from fp8serve.fp8.beside import Assignment, Beside, Part, attach, factor_of
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.own_linear import OwnLinear
 from fp8serve.model.building import Model
-from fp8serve.model.network.memory import free_memory
+from fp8serve.model.storage.memory import free_memory
 
 if TYPE_CHECKING:
     from fp8serve.model.adapters import Adapter, LowRank

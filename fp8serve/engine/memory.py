@@ -21,8 +21,8 @@ from fp8serve.model.building import Model
 from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.config.either import AnyConfig
 from fp8serve.model.network.decoder import Heads
-from fp8serve.model.network.memory import free_memory
 from fp8serve.model.network.rotary import Rotation
+from fp8serve.model.storage.memory import free_memory
 
 CPU_SHARE = 4  # the cache takes at most a quarter of free memory: weights are mapped, and need room to stay there
 GPU_SHARE = 0.9
