@@ -26,7 +26,7 @@ import torch
 
 from fp8serve.bench.provenance import provenance
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.masks import Masks
+from fp8serve.engine.grammar import Masks
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.hub import find_model
@@ -162,7 +162,7 @@ def masks(engine: Engine, batch: int) -> float:
         seqs = list(engine.scheduler.running)
         if len(seqs) == batch:
             began = time.process_time()
-            mask = maker.begin(seqs)
+            mask = maker.begin([seq.constraint for seq in seqs])
             assert mask is not None
             mask.allowed()
             taken.append(time.process_time() - began)

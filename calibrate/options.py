@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le, Len
 from fp8serve.errors import DataError, RecipeError, shown
 from fp8serve.fp8.amax_rules import RuleName
 from fp8serve.fp8.recipe import HeadDtype, Recipe, RecipeChoice, ServedName, from_name
-from fp8serve.model.formats.file_formats import FileFormat
+from fp8serve.model.formats import FileFormat
 from fp8serve.model.text.data_files import DATA, STDIN
 from fp8serve.options import About, check, known_fields
 

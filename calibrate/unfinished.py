@@ -32,8 +32,7 @@ from fp8serve.errors import Fp8ServeError, MachineError, ModelError, shown
 from fp8serve.fp8.recipe import Recipe, to_json
 from fp8serve.fp8.scaling import FIELDS, ScalingState
 from fp8serve.model.checkpoint import fingerprint
-from fp8serve.model.storage.files import fsync, present, read_json, save_tensors, write_json
-from fp8serve.model.storage.lock import take_lock
+from fp8serve.model.storage.files import fsync, present, read_json, save_tensors, take_lock, write_json
 from fp8serve.model.storage.shards import Shards, read_header
 from fp8serve.ranks import ALONE, Ranks
 

@@ -16,7 +16,7 @@ from fp8serve.demos import choice
 from fp8serve.demos.from_scratch import QUESTIONS, FromScratch
 from fp8serve.demos.smollm2 import FACTS, GENERAL, OnSmolLM2, side_by_side
 from fp8serve.errors import MachineError
-from fp8serve.model.gguf import smollm2 as packaged
+from fp8serve.model.gguf import conversion as packaged
 from fp8serve.running import RunningServer
 from tests.patience import PATIENCE, until
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from fp8serve.errors import ModelError
-from fp8serve.model.config import asking
-from fp8serve.model.config.asking import ask
+from fp8serve.model.config import decoder
+from fp8serve.model.config.decoder import ask
 from fp8serve.processes import describe_exit, module_command, module_path
 from fp8serve.train.methods.grpo.grading import Answer, FileGrader
 from tests.patience import PATIENCE
@@ -149,6 +149,6 @@ def test_the_end_of_a_process_in_words(status: int | None, words: str) -> None:
 
 
 def test_a_class_that_is_not_built_in_time_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "_SECONDS", 1e-3)
+    monkeypatch.setattr(decoder, "_SECONDS", 1e-3)
     with pytest.raises(ModelError, match=r"not built within 0\.001 seconds"):
         ask({"model_type": "never"}, {}, "config.json")

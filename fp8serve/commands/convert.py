@@ -51,7 +51,7 @@ def command(
 def _source(name: str, format: Target | None) -> Path:
     """A directory, or a file that is converted into a place other than the cache."""
     from fp8serve.hub import find_model
-    from fp8serve.model.gguf.smollm2 import smollm2_file
+    from fp8serve.model.gguf.conversion import smollm2_file
 
     path = Path(name).expanduser()
     if path.exists():

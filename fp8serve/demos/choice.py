@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from fp8serve.model.gguf.smollm2 import INSTALL, missing_package
+from fp8serve.model.gguf.conversion import INSTALL, missing_package
 
 if TYPE_CHECKING:
     from fp8serve.demos.demo import Demo

@@ -14,17 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fp8serve.engine.invariant import RowIndependent
-from fp8serve.engine.scheduler import Work
-from fp8serve.engine.transfer import to_device
 from fp8serve.errors import MachineError, ModelError, RequestError, shown
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.own_linear import OwnLinear
-from fp8serve.fp8.served_adapters import NONE, Assignment, Part, ServedAdapters, attach, factor_of
+from fp8serve.fp8.served_adapters import Assignment, Part, ServedAdapters, attach, factor_of
 from fp8serve.model.building import Model
-from fp8serve.model.network.memory import free_memory
+from fp8serve.model.storage.memory import free_memory
 
 if TYPE_CHECKING:
     from fp8serve.model.adapters import Adapter, LowRank
@@ -108,16 +105,6 @@ class Adapters:
             adapter.users -= 1
             self._free(adapter)
 
-    def begin(self, work: list[Work], last: Tensor | None, device: torch.device) -> None:
-        """The rows of `work` have the adapters of their sequences until `end`; last: see `StepTensors`."""
-        if any(item.seq.adapter is not None for item in work):
-            numbers = [NONE if item.seq.adapter is None else item.seq.adapter.number for item in work]
-            counts = to_device([item.count for item in work], torch.long, device)
-            self.assignment.begin(to_device(numbers, torch.long, device).repeat_interleave(counts), last)
-
-    def end(self) -> None:
-        self.assignment.end()
-
     def _check(self, directory: Path, found: "Adapter") -> None:
         """ModelError, MachineError: see `load`. Called before anything is computed."""
         for linear, low in found.items():
@@ -126,14 +113,14 @@ class Adapters:
                     f"{directory}: the rank of {linear} is {rank}, above the limit of {self.max_rank}; raise "
                     "max_lora_rank."
                 )
-            if not isinstance(self.model.get_submodule(linear), FrozenLinear | OwnLinear | RowIndependent):
+            if not isinstance(self.model.get_submodule(linear), FrozenLinear | OwnLinear):
                 raise ModelError(f"{directory}: {linear} is computed in a way that takes no adapter; train without it.")
         size = 2 * sum(low.nbytes for low in found.values())  # stacks are copies, and the old ones are freed last
         if self.model.embedding.weight.device.type == "cpu" and size > (free := free_memory()):
             raise MachineError(f"{directory} needs {size:,} bytes and {free:,} are free; unload another adapter first.")
 
     def _part(self, linear: str, low: "LowRank") -> Part:
-        base = _innermost(self.model.get_submodule(linear))
+        base = self.model.get_submodule(linear)
         device = cast(Tensor, base.weight).device
         a, b = low.a.to(device), low.b.to(device)
         magnitude = None if low.magnitude is None else low.magnitude.to(device)
@@ -150,13 +137,9 @@ class Adapters:
         for linear in linears:
             module = self.model.get_submodule(linear)
             parts = {number: held.parts[linear] for number, held in self._held.items() if linear in held.parts}
-            bias = cast(Tensor | None, _innermost(module).bias)
-            beside = ServedAdapters(self.assignment, parts, bias, is_pruned=linear in pruned) if parts else None
-            attach(module, beside)
-
-
-def _innermost(module: nn.Module) -> nn.Module:
-    return module.inner if isinstance(module, RowIndependent) else module
+            bias = cast(Tensor | None, module.bias)
+            adapters = ServedAdapters(self.assignment, parts, bias, is_pruned=linear in pruned) if parts else None
+            attach(module, adapters)
 
 
 def _digest(found: "Adapter") -> bytes:

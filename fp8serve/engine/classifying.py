@@ -1,19 +1,123 @@
-"""Texts, or pairs of texts, in; a score for every label out: classifiers, and cross-encoders, which have one label."""
+"""Texts, or pairs of texts, in; a score for every label out: classifiers, and cross-encoders, which have one label.
+
+The logits of labels come from an encoder's head, a decoder's head, or two tokens of a decoder. Qwen3-Reranker has no
+head: after a prompt that asks whether a document answers a query, the score comes from the logits of "yes" and "no" as
+the next token. Its conversion to a head of one label (`Qwen3ForSequenceClassification`) reads the same prompt. The
+prompt is that of the model's page, because no file that is published with the model has it.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8serve.engine.labels import labelled
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.text_encoder import TextEncoder
-from fp8serve.errors import RequestError
+from fp8serve.errors import ModelError, RequestError
+from fp8serve.model.building import AnyModel, Model
 from fp8serve.model.config.encoder import Head
+from fp8serve.model.config.sentence import LOGIT_SCORE, modules_of, one_folder
+from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.network.scores import scored
+from fp8serve.model.storage.files import read_json
+from fp8serve.model.text.tokenizer import Tokenizer
+
+Around = tuple[str, str, str]  # the texts before the query, between it and the document, and after that
+QWEN3: Around = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    "<Instruct>: Given a web search query, retrieve relevant passages that answer the query\n<Query>: ",
+    "\n<Document>: ",
+    "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+)
+
+
+@dataclass(frozen=True)
+class OfEncoder:
+    """The head of an encoder, which reads a pair as its tokenizer writes it."""
+
+    model: Encoder
+    head: Head
+    around: None = None
+
+    @property
+    def segments(self) -> int:
+        """How many kinds of texts the model distinguishes."""
+        return self.model.config.type_vocab_size
+
+    def asked(self, text: str, second: str | None) -> tuple[str, str | None]:
+        return text, second
+
+    def logits(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
+        """hidden [tokens, H] of some texts -> FP32 [texts, labels]."""
+        return self.model.logits(hidden, lengths)
+
+
+@dataclass(frozen=True)
+class OfDecoder:
+    """Scores by a decoder's last token. words: the ids of yes and no, for a decoder without a head of labels."""
+
+    model: Model
+    head: Head
+    around: Around | None
+    words: tuple[int, int] | None = None
+    segments: int = 2  # a tokenizer may distinguish them, but the model does not
+
+    def asked(self, text: str, second: str | None) -> tuple[str, str | None]:
+        """The text to tokenize for a text, or a pair."""
+        if second is None or self.around is None:
+            return text, second
+        before, between, behind = self.around
+        return f"{before}{text}{between}{second}{behind}", None
+
+    def logits(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
+        """hidden [tokens, H] of some texts -> FP32 [texts, labels]; each text by itself."""
+        rows = torch.cat([self.model.logits(hidden[end - 1 : end]) for end in accumulate(lengths)])
+        if self.words is None:
+            return rows
+        yes, no = self.words
+        return rows[:, yes : yes + 1] - rows[:, no : no + 1]
+
+
+def labelled(model: AnyModel, tokenizer: Tokenizer, model_dir: Path) -> OfEncoder | OfDecoder:
+    """How `model` scores. ModelError: it has no labels and is not a reranker."""
+    head = model.config.head
+    if isinstance(model, Encoder):
+        if head is None:
+            raise ModelError(f"{model_dir} holds {model.config.architecture}, which has no labels; it embeds.")
+        return OfEncoder(model, head)
+    is_qwen3 = model.config.model_type == "qwen3"
+    if head is not None:
+        return OfDecoder(model, head, QWEN3 if is_qwen3 and len(head.labels) == 1 else None)
+    if not is_qwen3:
+        raise ModelError(f"{model_dir} holds {model.config.architecture}, which has no labels.")
+    if tokenizer.encode(""):
+        raise ModelError(f"The tokenizer of {model_dir} puts tokens around a text, and Qwen3-Reranker's puts none.")
+    return OfDecoder(model, Head(("yes",), "sigmoid"), QWEN3, _words(tokenizer, model_dir))
+
+
+def _words(tokenizer: Tokenizer, model_dir: Path) -> tuple[int, int]:
+    """The ids of yes and no. ModelError: the directory's own file names others, which go with another prompt."""
+    found = _word("yes", tokenizer), _word("no", tokenizer)
+    if (folder := modules_of(model_dir).get(LOGIT_SCORE)) is not None:
+        path = model_dir / one_folder(folder, LOGIT_SCORE, model_dir) / "config.json"
+        said = read_json(path, root=model_dir)
+        if (said.get("true_token_id"), said.get("false_token_id")) != found:
+            raise ModelError(f"{path} scores by other tokens than yes and no, {found}; their prompt is not known.")
+    return found
+
+
+def _word(text: str, tokenizer: Tokenizer) -> int:
+    """ModelError: it is not one token."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if len(ids) != 1:
+        raise ModelError(f"{text!r} is {len(ids)} tokens of this tokenizer; a model that judges answers it in one.")
+    return ids[0]
+
 
 Pair = tuple[str, str]
 

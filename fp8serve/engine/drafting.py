@@ -4,7 +4,7 @@ Answers that repeat their prompt or themselves (summaries, edits, code) are gues
 a draft in the step that computes the token before it, and draws after each of these tokens as it always does. As long
 as it draws the token of the draft, the step yields another token. The first different one ends it, and everything
 computed after that is overwritten. A draw depends on the request's seed and the position in its answer (sampler.py),
-and a row only on its sequence (invariant.py), so answers have the same bits as without drafts.
+and a row only on its sequence, so answers have the same bits as without drafts.
 
 A drafted token costs time, so it must be paid for. A sequence has a balance, in steps of its own: it begins with a
 little, grows by `ALLOWANCE` a step, pays for every token that it drafts, and earns one for each that is right. It never

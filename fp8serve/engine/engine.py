@@ -5,7 +5,7 @@ outputs.
 
 It is single-threaded and owns no process and no socket (`worker.py` does); `generate` drives it in-process. An answer
 depends on the request alone: on a CPU, scheduling, neighbours, cached prefixes, preemption and drafts do not change a
-bit of it (`invariant.py`, `sampler.py` and the attention op each keep a part of that promise). On a GPU the sampler and
+bit of it (the kernels, `sampler.py` and the attention op each keep a part of that promise). On a GPU the sampler and
 the attention keep it, too, but matrix products choose their kernel by the number of rows: docs/cuda.md.
 """
 
@@ -24,9 +24,8 @@ from torch import Tensor
 from fp8serve.engine import loading
 from fp8serve.engine.draft_model import DraftModel
 from fp8serve.engine.drafting import Drafter, rows_of
-from fp8serve.engine.grammar import validate
+from fp8serve.engine.grammar import Masks, validate
 from fp8serve.engine.kv_cache import BlockPool
-from fp8serve.engine.masks import Masks
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.output import Completion, FinishReason, RequestOutput, TokenLogprob
 from fp8serve.engine.request import Request
@@ -67,8 +66,8 @@ class Engine:
         self.limits = self.loaded.limits()
         self.adapters = self.loaded.runner.adapters
         self.scheduler = _scheduler(self.options, self.limits.num_blocks)
-        if self.loaded.kept is not None:
-            self.loaded.kept.restore(self.scheduler.pool, self.loaded.runner)
+        if self.loaded.prefixes is not None:
+            self.loaded.prefixes.restore(self.scheduler.pool, self.loaded.runner)
         self._draft = self._draft_model()
         self._live: dict[str, tuple[Sequence, TextStream]] = {}
         self._masks = Masks(self.limits.vocab_size)
@@ -126,8 +125,8 @@ class Engine:
             outputs = self._compute(work if self._draft is None else self._draft.fill(work))
         finally:
             self._step_seconds = time.perf_counter() - began
-        if self.loaded.kept is not None:
-            self.loaded.kept.save_if_due(self.scheduler.pool, self.loaded.runner)
+        if self.loaded.prefixes is not None:
+            self.loaded.prefixes.save_if_due(self.scheduler.pool, self.loaded.runner)
         return outputs
 
     def pack_weights(self, seconds: float = math.inf) -> bool:
@@ -138,7 +137,7 @@ class Engine:
 
     def _compute(self, work: list[Work]) -> list[RequestOutput]:
         rows = [row for item in work if item.samples for row in rows_of(item.seq, item.draft)]
-        mask = self._masks.begin(rows)
+        mask = self._masks.begin([seq.constraint for seq in rows])
         try:
             drawn = sample(self._logits(work), rows, self.eos_ids, mask)
         except (RuntimeError, MemoryError) as problem:  # of the device; the engine itself is sound
@@ -148,7 +147,10 @@ class Engine:
     def _logits(self, work: list[Work]) -> Tensor:
         """FP32 [samples, vocab]; sequences that want them get the log-probabilities of their prompts."""
         if any(item.scored for item in work):
-            return self.loaded.runner.run_scoring(work, lambda seq, found: seq.prompt_logprobs.extend(found))
+            logits, scores = self.loaded.runner.run_scoring(work)
+            for seq, values in scores:
+                seq.prompt_logprobs += values
+            return logits
         return self.loaded.runner.run(work)
 
     def load_adapter(self, name: str, directory: str | Path) -> dict[str, Any]:
@@ -294,8 +296,8 @@ class Engine:
 
         Do not call it if you changed the engine's weights by hand: its cache has prefixes of the old ones.
         """
-        if self.loaded.kept is not None:
-            self.loaded.kept.save(self.scheduler.pool, self.loaded.runner)
+        if self.loaded.prefixes is not None:
+            self.loaded.prefixes.save(self.scheduler.pool, self.loaded.runner)
 
     def _rows(self) -> dict[str, int]:
         return self.loaded.rows(self._totals["computed"], self._totals["sampled"])

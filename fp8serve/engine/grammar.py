@@ -1,20 +1,28 @@
 """Answers of a given form: a JSON schema, a regular expression or a grammar decides which tokens may come next.
 
-llguidance parses what was generated and gives, for every step, a bit per token (masks.py); the sampler rules out the
-rest. A grammar is in llguidance's dialect of Lark, or in llama.cpp's GBNF, which is translated. The library limits its
-own effort (`LLParserLimits`), so a hostile schema is refused instead of stalling the engine. Compiling is quick for
+llguidance parses what was generated and gives, for every step, a bit per token; the sampler rules out the rest. A
+grammar is in llguidance's dialect of Lark, or in llama.cpp's GBNF, which is translated. The library limits its own
+effort (`LLParserLimits`), so a hostile schema is refused instead of stalling the engine. Compiling is quick for
 ordinary schemas (well under 10 ms) and takes up to 0.2 s for the largest; a request of many answers compiles once. The
 tokenizer's tables are made once, when the first such request arrives.
 
 An answer is complete when its grammar can go no further or end-of-text is drawn where the grammar allows it; one that
 is cut off by max_new_tokens says "length" and need not conform. No torch.
+
+A mask depends only on what was generated before the step, so one thread computes it beside the forward pass, row by
+row, and it is read when the logits are ready. The library's own pool of threads would take more time from the model.
+An op reads the library's bit for each token as it is (fp8/ops/sampling.py).
 """
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
 import llguidance
+import numpy as np
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+from llguidance.numpy import fill_next_token_bitmask, get_bitmask_shape
+from numpy.typing import NDArray
 
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import RequestError, TokenizerError
@@ -127,3 +135,36 @@ def _refusal(kind: str, complaint: str) -> RequestError:
         return RequestError(f"The {what} cannot be used: nothing of finite length fits it.")
     reason = " ".join(complaint.partition("<state>")[0].split())[:MAX_COMPLAINT].rstrip(".")
     return RequestError(f"The {what} cannot be used: {reason}.")
+
+
+class Mask:
+    """The mask of the `rows` of a step that have a form; `allowed` waits until it is ready."""
+
+    def __init__(self, rows: list[int], allowed: Future[NDArray[np.int32]]) -> None:
+        self.rows, self._allowed = rows, allowed
+
+    def allowed(self) -> NDArray[np.int32]:
+        """[rows, ceil(vocab / 32)]: a bit for each token, set where it may come; the lowest bit of a word first."""
+        return self._allowed.result()
+
+
+class Masks:
+    """Makes the masks of one engine's steps."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+
+    def begin(self, matchers: list[Matcher | None]) -> Mask | None:
+        """Starts the mask of a step with these rows; None if no row has a form. No token may be accepted before the
+        mask is ready."""
+        constrained = {row: matcher for row, matcher in enumerate(matchers) if matcher is not None}
+        if not constrained:
+            return None
+        return Mask(list(constrained), self._thread.submit(self._compute, list(constrained.values())))
+
+    def _compute(self, matchers: list[Matcher]) -> NDArray[np.int32]:
+        bits = np.empty(get_bitmask_shape(len(matchers), self._vocab_size), np.int32)
+        for row, matcher in enumerate(matchers):
+            fill_next_token_bitmask(matcher.parser, bits, row)
+        return bits

@@ -22,6 +22,7 @@ run.
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -63,6 +64,17 @@ class CudaCapture:
             return logits
 
         return replay
+
+
+@dataclass(frozen=True, slots=True)
+class GraphReport:
+    """The batch sizes at which decoding is replayed, or the reason why it is not."""
+
+    sizes: tuple[int, ...] = ()
+    reason: str | None = None
+
+    def text(self) -> str:
+        return f"off: {self.reason}" if self.reason else f"batches of {', '.join(map(str, self.sizes))}"
 
 
 class Recorded:

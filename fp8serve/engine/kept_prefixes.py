@@ -1,4 +1,4 @@
-"""The prefix cache across restarts: the blocks used last, kept in a file of `cache_dir` (prefix_file.py).
+"""The prefix cache across restarts: the blocks used last, kept in a safetensors file of `cache_dir`.
 
 They are written when the engine ends cleanly, and, while it runs, after a step, at most every `cache_dir_seconds`.
 Requests wait only while the blocks are copied (some tenths of a second for a gigabyte); a thread writes the copy. An
@@ -10,30 +10,123 @@ are identified by the names, sizes and times of their files and a sample of thei
 read gigabytes first; a copy of the model whose files have other times begins with an empty cache. A file that does not
 match is ignored with one line in the log, and overwritten later. Scales that follow the traffic (`roll_history`) have
 no fingerprint: EngineOptions refuses them together with `cache_dir`.
+
+    hashes  uint8 [blocks, 16]       what each block is published under (kv_cache.py), the most recently used first
+    k, v    [layers, blocks, ...]    the contents of the cache, in its own type; for latent attention only k
+
+The file is written whole or not at all, and read without trust: its metadata hold the fingerprint and a digest of the
+contents, and a file with another fingerprint, a truncated one and one with a flipped bit are refused. Only its owner
+may read it, because keys and values reveal as much as the prompts from which they were computed.
 """
 
 import json
 import logging
+import os
 import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from threading import Thread
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
 import fp8serve
-from fp8serve.engine.kv_cache import BlockPool
+from fp8serve.engine.kv_cache import HASH_BYTES, BlockPool
 from fp8serve.engine.memory import CachePlan
 from fp8serve.engine.options import EngineOptions
-from fp8serve.engine.prefix_file import SUFFIX, Prefixes, read, remove_left_overs, write
 from fp8serve.engine.runner import Runner
 from fp8serve.errors import MachineError, ModelError, RequestError, one_line
 from fp8serve.fp8 import ops
 from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.config.rope import LongRope
 from fp8serve.model.formats.scales import fingerprint as sampled
-from fp8serve.model.storage.files import present
+from fp8serve.model.storage.files import fsync, present
 from fp8serve.model.storage.opening import regular_file
+from fp8serve.model.storage.shards import load_tensors, read_header
+
+SUFFIX = ".prefixes.safetensors"
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """Blocks, the most recently used first; `tensors`: [layers, blocks, ...] each, on the CPU."""
+
+    hashes: list[bytes]
+    tensors: Mapping[str, Tensor]
+
+
+def write(path: Path, found: Prefixes, fingerprint: str, model: str) -> None:
+    """Replaces the file at `path`. OSError: there is no room, or no permission; the old one stays then."""
+    hashes = torch.frombuffer(bytearray(b"".join(found.hashes)), dtype=torch.uint8).view(-1, HASH_BYTES)
+    tensors = {"hashes": hashes, **found.tensors}
+    temporary = path.with_name(f".{path.name}.tmp-{os.urandom(4).hex()}-{os.getpid()}")
+    try:
+        save_file(tensors, temporary, {"fingerprint": fingerprint, "digest": _digest_of(tensors), "model": model})
+        temporary.chmod(0o600)
+        fsync(temporary)
+        temporary.rename(path)
+        fsync(path.parent)
+    except SafetensorError as problem:  # how the library says that the disk is full
+        raise OSError(str(problem)) from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read(path: Path, fingerprint: str, like: Mapping[str, Tensor]) -> Prefixes:
+    """Reads what `write` wrote; `like`: caches whose shapes and types, except the number of blocks, the tensors must
+    have.
+
+    ModelError, worded as a clause that follows the file's name: it was made from something else, or is damaged.
+    OSError: it cannot be read.
+    """
+    try:
+        entries, metadata = read_header(path)
+        if metadata.get("fingerprint") != fingerprint:
+            raise ModelError("which another version wrote, or an engine of other weights, scales or options")
+        tensors = load_tensors(path)
+    except (SafetensorError, UnicodeDecodeError) as problem:
+        raise ModelError(f"which is damaged ({problem})") from None
+    named = entries.get("hashes")
+    blocks = named.shape[0] if named is not None and named.shape else 0
+    shapes = {name: ((t.size(0), blocks, *t.shape[2:]), t.dtype) for name, t in like.items()}
+    shapes["hashes"] = (blocks, HASH_BYTES), torch.uint8
+    if {name: (entry.shape, entry.dtype) for name, entry in entries.items()} != shapes:
+        raise ModelError("whose tensors are not such as this model's cache has")
+    if _digest_of(tensors) != metadata.get("digest"):
+        raise ModelError("whose contents are not those that were written")
+    return Prefixes([bytes(row) for row in tensors.pop("hashes").numpy()], tensors)
+
+
+def remove_left_overs(folder: Path) -> None:
+    """Removes files of models whose directory is gone, and files that a killed process had begun to write."""
+    for path in folder.glob(f".*{SUFFIX}.tmp-*"):
+        with suppress(OSError):
+            if not _lives(path.name.rpartition("-")[2]):
+                path.unlink()
+    for path in folder.glob(f"*{SUFFIX}"):
+        with suppress(ModelError, OSError):
+            model = read_header(path)[1].get("model")
+            if model is not None and not Path(model).exists():
+                path.unlink()
+
+
+def _lives(pid: str) -> bool:
+    return pid.isdecimal() and Path("/proc", pid).exists()
+
+
+def _digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """Of names, shapes, types and bytes."""
+    digest = blake2b(digest_size=HASH_BYTES)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
 
 log = logging.getLogger("fp8serve.engine")
 DEFAULT_BYTES, DEFAULT_SECONDS = 2**30, 300.0
@@ -128,8 +221,8 @@ def kept_prefixes(
     # only if the angles of keys depend on it: the length may depend on free memory, and differ at every start
     is_long = any(isinstance(rope.scaling, LongRope) for rope in config.layer_ropes if rope)
     chosen["length"] = sizes.max_model_len if is_long else None
-    said = _digest({"model": str(model_dir.resolve()), **chosen})
-    path = folder / f"{model_dir.resolve().name[:64]}-{said[:12]}{SUFFIX}"
+    key = _digest({"model": str(model_dir.resolve()), **chosen})
+    path = folder / f"{model_dir.resolve().name[:64]}-{key[:12]}{SUFFIX}"
     fingerprint = _digest({**chosen, **_of_weights(model_dir, options), **_of_machine(options)})
     return KeptPrefixes(path, model_dir, fingerprint, most_bytes, options.cache_dir_seconds or DEFAULT_SECONDS)
 
@@ -155,5 +248,5 @@ def _of_machine(options: EngineOptions) -> dict[str, object]:
     }
 
 
-def _digest(said: object) -> str:
-    return blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=16).hexdigest()
+def _digest(facts: object) -> str:
+    return blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -13,40 +13,33 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from fp8serve.engine.accelerator import (
-    GraphReport,
-    capture_decoding,
-    check_device,
-    forget_trial_runs,
-    plan_on_gpu,
-    use_threads,
-)
 from fp8serve.engine.bad_words import Bans
-from fp8serve.engine.draft_loading import LoadedDraft, draft_config, load_draft
-from fp8serve.engine.draft_model import DraftParts
+from fp8serve.engine.draft_model import DraftParts, LoadedDraft, draft_config, load_draft
 from fp8serve.engine.grammar import Grammars
-from fp8serve.engine.invariant import make_row_independent
+from fp8serve.engine.graphs import GraphReport
 from fp8serve.engine.kept_prefixes import KeptPrefixes, kept_prefixes
-from fp8serve.engine.memory import CachePlan, check_length, plan, weight_bytes
+from fp8serve.engine.memory import CachePlan, check_length, plan, plan_on_gpu, weight_bytes
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.packing import Packer, packer_of
 from fp8serve.engine.request import EngineLimits
 from fp8serve.engine.runner import Runner
 from fp8serve.engine.task import check_generates
 from fp8serve.engine.traffic import Calibrated, Traffic, input_scale
-from fp8serve.errors import ModelError, ScalesError
+from fp8serve.errors import MachineError, ModelError, ScalesError
 from fp8serve.fp8 import ops, recipe
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.own_linear import is_plain, own_products, use_own_products
+from fp8serve.fp8.own_linear import use_own_products
 from fp8serve.fp8.recipe import DelayedScaling, Float8CurrentScaling, delayed
+from fp8serve.fp8.selfcheck import prepare_device
 from fp8serve.fp8.served_attention import KvScale
 from fp8serve.model import parity
-from fp8serve.model.building import Model
+from fp8serve.model.building import AnyModel, Model
 from fp8serve.model.checkpoint import cache_refusal, kv_scales, load_servable, open_checkpoint
 from fp8serve.model.config.decoder import ModelConfig, computed_by_note, read_config
 from fp8serve.model.config.wrappers import left_out_notes
 from fp8serve.model.formats.microscaling import widened_note
 from fp8serve.model.formats.scales import FILE_NAME, load_scales
+from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.network.experts import reset_token_counts, rows_of_experts
 from fp8serve.model.storage.files import present
 from fp8serve.model.storage.opening import real_path
@@ -76,11 +69,10 @@ class Loaded:
     plan: CachePlan
     runner: Runner
     frozen: dict[str, FrozenLinear]  # FP8 layers but for the head, by their names in the checkpoint
-    tiles: dict[str, tuple[int, ...]]  # heights in which a layer runs; see invariant.py
     graphs: GraphReport
     packer: Packer
     traffic: Traffic
-    kept: KeptPrefixes | None
+    prefixes: KeptPrefixes | None
     draft: DraftParts | None
     differences: list[str]  # why log-probabilities are not those of training; see model/parity.py
 
@@ -112,7 +104,6 @@ class Loaded:
             "eos_token_ids": list(config.eos_token_ids),
             "kernels": ops.backends(torch.device(options.device).type),
             "cuda_graphs": self.graphs.text(),
-            "tiled_layers": sorted(name for name, heights in self.tiles.items() if heights),
             "log_probs_as_trained": not self.differences,
             "log_probs_differ_because": self.differences,
         }
@@ -124,7 +115,7 @@ class Loaded:
         if model_dir is not None:
             calibrated = _calibrated(model_dir, self.frozen, replace(self.options, scales=None))
         self.traffic.begin_anew(calibrated)
-        return replace(self, kept=None)
+        return replace(self, prefixes=None)
 
     def limits(self) -> EngineLimits:
         """The limits against which requests are checked."""
@@ -140,56 +131,90 @@ class Loaded:
         return rows | rows_of_experts(self.runner.model)
 
 
-def load(model_dir: Path, options: EngineOptions, given: Model | None = None) -> Loaded:
-    """See `Engine` for `given`, a model with its weights, and for what is raised."""
-    on_gpu = check_device(options.device).type == "cuda"
-    use_threads(options)
+def load(model_dir: Path, options: EngineOptions, network: Model | None = None) -> Loaded:
+    """See `Engine` for `network`, a model with its weights, and for what is raised."""
+    device = open_device(options)
     config = read_config(model_dir)
     check_generates(model_dir, options.task)
-    if on_gpu and config.head_dim > GPU_HEAD_DIM:
+    if device.type == "cuda" and config.head_dim > GPU_HEAD_DIM:
         raise ModelError(
             f"{model_dir} has keys of {config.head_dim} elements, and attention on a GPU takes at most {GPU_HEAD_DIM}; "
             "serve it on a CPU."
         )
     cache_dtype = torch.float8_e4m3fn if options.kv_cache_dtype == "fp8" else torch.bfloat16
     draft_dir = None if options.draft_model is None else Path(options.draft_model)
-    of_draft = None if draft_dir is None else draft_config(draft_dir, model_dir, config)
+    draft_model_config = None if draft_dir is None else draft_config(draft_dir, model_dir, config)
     # before the weights: it is the cheaper refusal
-    sizes = None if on_gpu else plan(config, options, cache_dtype, draft=of_draft)
+    sizes = None if device.type == "cuda" else plan(config, options, cache_dtype, draft=draft_model_config)
     check_length(config, options)
-    recipe, chosen = parse_recipe(options.recipe), _path(options.scales)
-    model = given or load_servable(model_dir, recipe, chosen, options.device, head=options.head_dtype)
-    drafting = None if draft_dir is None else load_draft(draft_dir, model, options)
+    model = network or load_servable(
+        model_dir, parse_recipe(options.recipe), _path(options.scales), options.device, head=options.head_dtype
+    )
+    loaded_draft = None if draft_dir is None else load_draft(draft_dir, model, options)
     frozen = _frozen(model)
-    scales_batch = any(layer.input_spec.depends_on_batch for layer in frozen.values())
-    tiles = separate_rows(model, frozen, options)
-    scales = _cache_scales(model_dir, options) if options.kv_cache_dtype == "fp8" else None
-    if scales is None and given is None and (reason := cache_refusal(model_dir, chosen)) is not None:
+    scales_follow_batch = any(layer.input_spec.depends_on_batch for layer in frozen.values())
+    separate_rows(model, options.device)
+    cache_scales = _cache_scales(model_dir, options) if options.kv_cache_dtype == "fp8" else None
+    scales = _path(options.scales)
+    if cache_scales is None and network is None and (reason := cache_refusal(model_dir, scales)) is not None:
         log.warning("The cache is BF16, and cannot be FP8 with these scales: %s", reason)
-    sizes = sizes or plan_on_gpu(model, config, options, cache_dtype, of_draft)
+    sizes = sizes or plan_on_gpu(model, config, options, cache_dtype, draft_model_config)
     model.expect(sizes.max_model_len)
-    runner = Runner(model, sizes.num_blocks, options.block_size, cache_dtype, scales, options.max_lora_rank)
-    graphs = capture_decoding(runner, options, sizes.max_model_len)
-    forget_trial_runs(list(frozen.values()))
-    reset_token_counts(model)
-    grammars = Grammars(model_dir / "tokenizer.json", config.vocab_size, config.eos_token_ids)
-    draft = None if drafting is None else _draft_parts(drafting, sizes, options)
-    models = [model] if draft is None else [model, draft.runner.model]
-    tokenizer, packer = _tokenizer(model_dir), Packer([]) if on_gpu else packer_of(*models)
-    bans = Bans(tokenizer, config.vocab_size, config.eos_token_ids)
+    runner = Runner(model, sizes.num_blocks, options.block_size, cache_dtype, cache_scales, options.max_lora_rank)
+    graphs = _captured(runner, frozen, options, sizes)
+    draft = None if loaded_draft is None else _draft_parts(loaded_draft, sizes, options)
+    tokenizer = Tokenizer.from_dir(model_dir) if present(model_dir / "tokenizer.json") else None
     checkpoint = open_checkpoint(model_dir)
     notes = left_out_notes(model_dir, checkpoint.left_out), widened_note(checkpoint.shards), computed_by_note(config)
     for note in chain(*notes, matrices_note(checkpoint)):
         log.warning(note)
-    calibrated = _calibrated(model_dir, frozen, options) if given is None else Calibrated(DelayedScaling(), {})
-    traffic = Traffic(frozen, calibrated, options)
-    kept = kept_prefixes(model_dir, config, options, sizes)
-    trained = Float8CurrentScaling() if scales_batch else calibrated.rules
+    calibrated = Calibrated(DelayedScaling(), {}) if network else _calibrated(model_dir, frozen, options)
+    trained = Float8CurrentScaling() if scales_follow_batch else calibrated.rules
     differences = list(parity.differences(trained, config, options.device, sizes.max_model_len))
-    of_options = ((CACHE, scales is not None), (ROLLS, options.roll_history), (HEAD, options.head_dtype != "bf16"))
-    differences += [text for text, holds in of_options if holds]
-    parts = tokenizer, grammars, bans, sizes, runner, frozen, tiles, graphs, packer, traffic, kept, draft, differences
-    return Loaded(model_dir, options, config, *parts)
+    differences += [CACHE] if cache_scales is not None else []
+    differences += [ROLLS] if options.roll_history else []
+    differences += [HEAD] if options.head_dtype != "bf16" else []
+    return Loaded(
+        model_dir=model_dir,
+        options=options,
+        config=config,
+        tokenizer=tokenizer,
+        grammars=Grammars(model_dir / "tokenizer.json", config.vocab_size, config.eos_token_ids),
+        bans=Bans(tokenizer, config.vocab_size, config.eos_token_ids),
+        plan=sizes,
+        runner=runner,
+        frozen=frozen,
+        graphs=graphs,
+        packer=Packer([]) if device.type == "cuda" else packer_of(model, *([draft.runner.model] if draft else [])),
+        traffic=Traffic(frozen, calibrated, options),
+        prefixes=kept_prefixes(model_dir, config, options, sizes),
+        draft=draft,
+        differences=differences,
+    )
+
+
+def open_device(options: EngineOptions) -> torch.device:
+    """The device of the options, checked, with the threads that they give this process.
+
+    MachineError: this machine does not have the device, or its GPU cannot run the kernels that are there.
+    """
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    return check_device(options.device)
+
+
+def check_device(name: str) -> torch.device:
+    """See `open_device`."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise MachineError(f"There is no device {name!r}; use cpu or cuda.") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise MachineError(f"The device {name} was asked for, but PyTorch finds no GPU here; use --device cpu.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise MachineError(f"The device {name} was asked for, but PyTorch finds {torch.cuda.device_count()} GPU here.")
+    prepare_device(device)
+    return device
 
 
 def weights_of(model_dir: Path, loaded: Loaded) -> dict[str, Tensor]:
@@ -223,14 +248,20 @@ def _frozen(model: Model) -> dict[str, FrozenLinear]:
 def _draft_parts(loaded: LoadedDraft, sizes: CachePlan, options: EngineOptions) -> DraftParts:
     """The draft model with its cache, of as many blocks as the model's."""
     model, longest = loaded.model, min(loaded.model.config.max_length, sizes.max_model_len)
-    frozen = _frozen(model)
-    separate_rows(model, frozen, options)
+    separate_rows(model, options.device)
     model.expect(longest)
     runner = Runner(model, sizes.num_blocks, options.block_size, torch.bfloat16)
-    capture_decoding(runner, options, sizes.max_model_len)
-    forget_trial_runs(list(frozen.values()))
-    reset_token_counts(model)
+    _captured(runner, _frozen(model), options, sizes)
     return DraftParts(loaded.name, runner, longest, loaded.cost, weight_bytes(model))
+
+
+def _captured(runner: Runner, frozen: dict[str, FrozenLinear], options: EngineOptions, sizes: CachePlan) -> GraphReport:
+    """Captures decoding steps, and resets what layers counted until now: no request has run yet."""
+    report = runner.capture_decoding(options, sizes.max_model_len)
+    for layer in frozen.values():
+        layer.reset_counters()
+    reset_token_counts(runner.model)
+    return report
 
 
 def parse_recipe(text: str) -> Literal["stored", "bf16"] | recipe.Recipe:
@@ -245,32 +276,19 @@ def _path(text: str | None) -> Path | None:
     return None if text is None else real_path(text)
 
 
-def _tokenizer(model_dir: Path) -> Tokenizer | None:
-    return Tokenizer.from_dir(model_dir) if present(model_dir / "tokenizer.json") else None
+def separate_rows(model: AnyModel, device: str) -> None:
+    """Makes every linear's rows independent of each other, and joins linears that can be joined.
 
-
-def separate_rows(model: Model, frozen: dict[str, FrozenLinear], options: EngineOptions) -> dict[str, tuple[int, ...]]:
-    """Makes every linear's rows independent of each other, and joins linears that can be joined; the heights of tiles.
-
-    Our CPU kernels are written and tested for this. Other products on a CPU are measured, and tiled where that is
-    needed. On a GPU products choose their kernel by the number of rows, and tiles would cost most of its speed.
+    Our CPU kernels are written and tested for this. Other products choose their order of sums by the number of rows.
     """
-    for layer in frozen.values():
-        layer.make_rows_independent()
-    if torch.device(options.device).type != "cuda":
-        if not own_products(options.device):
-            return _measured_rows(model, frozen, options)
+    for layer in model.modules():
+        if isinstance(layer, FrozenLinear):
+            layer.make_rows_independent()
+    on_cpu = torch.device(device).type == "cpu"
+    if on_cpu:
         use_own_products(model)
-    model.join()
-    return {}
-
-
-def _measured_rows(model: Model, frozen: dict[str, FrozenLinear], options: EngineOptions) -> dict[str, tuple[int, ...]]:
-    plain = {name: module for name, module in model.named_modules() if is_plain(module) and name != model.head_name}
-    dtype = model.embedding.weight.dtype
-    tiles = make_row_independent(model, {**frozen, **plain}, dtype, options.step_tokens)
-    tiles |= make_row_independent(model, {model.head_name: model.head}, dtype, options.max_num_seqs)
-    return tiles
+    if on_cpu or not isinstance(model, Encoder):
+        model.join()
 
 
 def _cache_scales(model_dir: Path, options: EngineOptions) -> list[KvScale]:

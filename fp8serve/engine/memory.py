@@ -8,18 +8,25 @@ memory of their own, no more than such a step, and are counted as another one. T
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fp8serve.engine.options import EngineOptions
+from fp8serve.engine.scheduler import MOST_DRAFTED
 from fp8serve.errors import MachineError, RequestError
+from fp8serve.fp8 import ops as ops  # registers the op called below
+from fp8serve.model.building import Model
 from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.config.either import AnyConfig
-from fp8serve.model.network.memory import free_memory
+from fp8serve.model.network.decoder import Heads
+from fp8serve.model.network.rotary import Rotation
+from fp8serve.model.storage.memory import free_memory
 
 CPU_SHARE = 4  # the cache takes at most a quarter of free memory: weights are mapped, and need room to stay there
 GPU_SHARE = 0.9
+_sample = torch.ops.fp8serve.sample.default
 ATTENTION_PARTS = 128 << 20  # csrc/cuda/attention_mma.cu: bytes it takes at most beside its output
 
 
@@ -146,3 +153,36 @@ def gpu_bytes_of(run: Callable[[], object], device: torch.device) -> int:
     run()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def plan_on_gpu(
+    model: Model, config: ModelConfig, options: EngineOptions, dtype: torch.dtype, draft: ModelConfig | None = None
+) -> CachePlan:
+    """The cache's sizes from the memory that the weights, a `draft` model's included, and the model's largest step
+    leave free."""
+    check_length(config, options)
+    device = cast(Tensor, model.head.weight).device
+    step_bytes = gpu_bytes_of(lambda: largest_step(model, options), device)
+    return plan(config, options, dtype, gpu_cache_memory(device, options, step_bytes), draft)
+
+
+@torch.inference_mode()
+def largest_step(model: Model, options: EngineOptions) -> Tensor:
+    """Runs a step with the largest number of tokens and sequences; every sequence samples and needs log-probabilities.
+
+    Returns the log-probabilities, FP32 [sequences, vocab], which the sampler (sampler.py) holds while it draws from a
+    copy of the rows. Attention is left out: it needs a fixed amount (ATTENTION_PARTS) and its output, for which
+    the query is returned.
+    """
+    device = cast(Tensor, model.head.weight).device
+    tokens = torch.zeros(options.step_tokens, dtype=torch.long, device=device)
+    last = tokens[: max(options.max_num_seqs, MOST_DRAFTED if options.drafted_tokens else 0)]
+    logits = model.logits(model(tokens, tokens, _no_attention, last))
+    ranked, chosen = torch.log_softmax(logits, -1), logits.clone()
+    one = torch.ones(len(logits), dtype=torch.float64, device=device)
+    _sample(chosen, one, one.long(), 0.5 * one, 0 * one, 0 * one)
+    return ranked
+
+
+def _no_attention(layer: int, heads: Heads, rotation: Rotation, last: Tensor | None) -> Tensor:
+    return heads[0].clone() if last is None else heads[0][last]

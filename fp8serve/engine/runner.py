@@ -1,5 +1,9 @@
 """Runs a step's tensors (step.py) through the model and returns logits; decoding steps by CUDA graphs (graphs.py).
 
+Log-probabilities of a prompt's tokens come from the logits of the tokens before them. Such logits of a long prompt
+would be the largest tensor of all, [tokens, vocabulary] in FP32, so they are computed some rows at a time and only the
+requested values are returned. A row's values depend only on its prompt, as in the sampler.
+
 The cache is one tensor of keys and one of values per layer, [blocks, block_size, kv_heads, head_dim], in the model's
 own type or in E4M3 with one scale each per layer. Where attention is over latent vectors
 (model/network/latent_attention.py) both are one tensor, and have the keys' scale.
@@ -15,19 +19,24 @@ import torch
 from torch import Tensor
 
 from fp8serve.engine.adapters import Adapters
-from fp8serve.engine.graphs import Buffers, Capture, GraphedDecode, Recorded
-from fp8serve.engine.options import MAX_LORA_RANK
+from fp8serve.engine.graphs import Buffers, Capture, CudaCapture, GraphedDecode, GraphReport, Recorded
+from fp8serve.engine.options import MAX_LORA_RANK, EngineOptions
+from fp8serve.engine.output import TokenLogprob
+from fp8serve.engine.sampling_params import MAX_LOGPROBS
 from fp8serve.engine.scheduler import Work
-from fp8serve.engine.scoring import Tell, sampling, score
-from fp8serve.engine.step import Queries, StepTensors, flatten
+from fp8serve.engine.sequence import Sequence
+from fp8serve.engine.step import Queries, StepTensors, flatten, to_device
+from fp8serve.errors import MachineError
 from fp8serve.fp8 import ops as ops  # registers the ops called below
 from fp8serve.fp8.elementwise import rotary
 from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.served_adapters import NONE
 from fp8serve.fp8.served_attention import KvScale
 from fp8serve.model.building import Model
 from fp8serve.model.network.decoder import Heads
 from fp8serve.model.network.rotary import Rotation
 
+ROWS = 256  # of logits at a time
 # overloads are looked up once: through torch.ops a call takes a microsecond longer
 _rotary_write_kv = torch.ops.fp8serve.rotary_write_kv.default
 _write_kv = torch.ops.fp8serve.write_kv.default
@@ -88,11 +97,50 @@ class Runner:
         return logits
 
     @torch.inference_mode()
-    def run_scoring(self, work: list[Work], tell: Tell) -> Tensor:
-        """`run`; `tell` is called with the log-probabilities of the prompts that want them."""
-        hidden, samples = self._hidden_of(work), sampling(work, self.device)
-        score(self.model.logits, hidden, work, tell)
-        return self.model.logits(hidden[samples])
+    def run_scoring(self, work: list[Work]) -> tuple[Tensor, list[tuple[Sequence, list[TokenLogprob]]]]:
+        """(the result of `run`, new log-probabilities of the prompts that want them)."""
+        hidden = self._hidden_of(work)  # [rows whose logits are needed, hidden]
+        scores, sampling, end = [], list[int](), 0
+        for item in work:
+            start, end = end, end + item.wanted
+            sampling += range(end - item.drawn, end)
+            if positions := item.scored:
+                tokens = item.seq.token_ids[positions.start + 1 : positions.stop + 1]
+                rows = hidden[start : start + len(positions)]
+                scores.append((item.seq, self._scores(rows, tokens, item.seq.params.prompt_logprobs or 0)))
+        return self.model.logits(hidden[to_device(sampling, torch.long, self.device)]), scores
+
+    def _scores(self, hidden: Tensor, tokens: list[int], top: int) -> list[TokenLogprob]:
+        """The log-probabilities of `tokens`, each by the row before it."""
+        scores: list[TokenLogprob] = []
+        for rows in torch.split(hidden, ROWS):
+            part = tokens[len(scores) : len(scores) + len(rows)]
+            table = torch.log_softmax(self.model.logits(rows), -1)
+            chosen = table.gather(1, to_device(part, torch.long, table.device)[:, None])
+            best = table.topk(min(MAX_LOGPROBS, table.shape[-1]), -1)
+            columns = (part, chosen[:, 0].tolist(), best.indices.tolist(), best.values.tolist())
+            scores += [TokenLogprob.ranked(*row, top) for row in zip(*columns, strict=True)]
+        return scores
+
+    def capture_decoding(
+        self, options: EngineOptions, max_model_len: int, capture: Capture | None = None
+    ) -> GraphReport:
+        """Captures decoding steps if that is requested and possible. `capture`: CUDA's, unless a test passes its own.
+
+        MachineError: the options request it, and it is not possible.
+        """
+        if options.cuda_graphs is False:
+            return GraphReport(reason="switched off")
+        if capture is None and self.device.type != "cuda":
+            return GraphReport(reason="the device is no GPU")
+        try:
+            self.use_graphs(capture or CudaCapture(self.device), options.max_num_seqs, max_model_len)
+        except RuntimeError as problem:
+            reason = (str(problem).splitlines() or [type(problem).__name__])[0]
+            if options.cuda_graphs:
+                raise MachineError(f"Decoding steps cannot be captured as CUDA graphs: {reason}") from problem
+            return GraphReport(reason=reason)
+        return GraphReport(tuple(self.graphs.sizes if self.graphs else ()))
 
     @torch.inference_mode()
     def use_graphs(self, capture: Capture, max_num_seqs: int, max_model_len: int) -> None:
@@ -151,11 +199,15 @@ class Runner:
     def _hidden_of(self, work: list[Work]) -> Tensor:
         """`_hidden` of a step's work, each sequence with its adapter."""
         step = flatten(work, self.block_size, self.device)
-        self.adapters.begin(work, step.last, self.device)
+        if any(item.seq.adapter is not None for item in work):
+            numbers = [NONE if item.seq.adapter is None else item.seq.adapter.number for item in work]
+            counts = to_device([item.count for item in work], torch.long, self.device)
+            rows = to_device(numbers, torch.long, self.device).repeat_interleave(counts)
+            self.adapters.assignment.begin(rows, step.last)
         try:
             return self._hidden(step)
         finally:
-            self.adapters.end()
+            self.adapters.assignment.end()
 
     def _hidden(self, step: StepTensors) -> Tensor:
         """[R, hidden] of the rows whose logits are needed."""

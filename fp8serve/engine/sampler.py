@@ -10,7 +10,7 @@ operation here is exact or works on a row alone.
 
 Cost: a few passes over [rows, vocab] for each feature that a row asked for. A step of 8 rows of 32,000, one thread: 0.2
 ms greedy, 0.5 with a temperature, 0.8 with filters. On a GPU only `_read` waits for the device; it brings
-everything back in one copy. Data for the device go through pinned memory (transfer.py). Whether a row of
+everything back in one copy. Data for the device go through pinned memory (`step.to_device`). Whether a row of
 logits is finite is decided on the device.
 """
 
@@ -27,11 +27,11 @@ from torch import Tensor
 from fp8serve.engine.output import TokenLogprob
 from fp8serve.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from fp8serve.engine.sequence import Sequence
-from fp8serve.engine.transfer import to_device
+from fp8serve.engine.step import to_device
 from fp8serve.fp8 import ops as ops  # registers the op called below
 
 if TYPE_CHECKING:
-    from fp8serve.engine.masks import Mask  # which needs a library that the GPU's tests do not
+    from fp8serve.engine.grammar import Mask  # which needs a library that the GPU's tests do not
 
 TOO_EARLY = -1e30
 """The logit of an end that would come too early: it is taken only if bad words leave nothing else."""

@@ -3,6 +3,7 @@
 All sequences of a step are flattened into one row of tokens: the model sees `[tokens]`, the paged attention op is told
 where each sequence begins (`query_starts` [S+1]), how long it is with its new tokens (`context_lens` [S]) and where its
 keys and values lie (`block_tables` [S, most blocks], `slots` [tokens]). Prefill chunks and decoding tokens mix freely.
+Numbers reach the device from pinned memory, so a step waits for the device once: when it reads the sampled tokens.
 
 Few tokens need logits: the last one of each sequence that samples, with its draft, and those of a prompt whose
 log-probabilities are wanted. Work that only these tokens need is done for them alone, and the attention op gets a
@@ -11,12 +12,12 @@ second description, with these queries. In a decoding step these are all tokens.
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8serve.engine.scheduler import Work
-from fp8serve.engine.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +79,14 @@ def _parts(lists: list[list[int]], dtype: torch.dtype, device: torch.device) -> 
     """Each list as a tensor; all of them in one copy."""
     whole = to_device(list(itertools.chain.from_iterable(lists)), dtype, device)
     return whole.split_with_sizes([len(part) for part in lists])
+
+
+def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`values` (numbers, nested lists of them, or a NumPy array) as a tensor on `device`.
+
+    `torch.tensor(values, device="cuda")` would wait for all queued work, because it copies from memory that may change.
+    From pinned memory the copy is queued like a kernel; torch keeps the memory until it is done.
+    """
+    if device.type == "cpu":
+        return torch.as_tensor(values, dtype=dtype)
+    return torch.as_tensor(values, dtype=dtype).pin_memory().to(device, non_blocking=True)

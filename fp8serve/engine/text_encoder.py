@@ -1,31 +1,88 @@
 """A model that runs over texts, as many together as fit a step: the common part of embedding and classifying.
 
-Texts follow each other without padding. The result of a text does not depend on the others (invariant.py,
-model/reading.py), so on a CPU threads divide the texts and not the ops (text_threads.py). Inputs are not watched: there
-are no live figures about texts.
+Texts follow each other without padding. The result of a text does not depend on the others
+(model/reading.py), so on a CPU threads divide the texts and not the ops.
+Inputs are not watched: there are no live figures about texts.
+
+A pass over an encoder is hundreds of small ops, some of torch's and some of ours. If each op is divided among threads,
+they wait for each other hundreds of times, and torch's threads, which spin between its ops, take the cores from ours.
+Instead each thread takes some of the texts through the whole model (`TextThreads`), and they wait once. If there is too
+little work for every thread, they divide the ops.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from fp8serve.engine.accelerator import check_device, use_threads
-from fp8serve.engine.invariant import make_row_independent
-from fp8serve.engine.loading import parse_recipe, separate_rows
+from fp8serve.engine.loading import open_device, parse_recipe, separate_rows
 from fp8serve.engine.memory import check_length
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.request import Task
-from fp8serve.engine.text_threads import TextThreads
 from fp8serve.errors import RequestError
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.own_linear import own_products, use_own_products
-from fp8serve.model.building import AnyModel
-from fp8serve.model.network.encoder import Encoder
+from fp8serve.fp8.own_linear import own_products
 from fp8serve.model.network.experts import mixtures
 from fp8serve.model.reading import hidden_states, load_reader
 from fp8serve.model.text.tokenizer import Tokenizer
+
+LEAST = 64  # tokens of a thread: fewer are bound by reading the weights, which every thread would do
+
+
+class Compute(Protocol):
+    """Texts by their indexes -> a row for each [texts, ...]."""
+
+    def __call__(self, indexes: Sequence[int]) -> Tensor: ...
+
+
+class TextThreads:
+    """As many threads as torch has when this is made; each computes alone."""
+
+    def __init__(self) -> None:
+        self._count = torch.get_num_threads()
+        self._pool = ThreadPoolExecutor(self._count, "texts")
+        if self._count > 1:
+            everyone = Barrier(self._count)
+            for started in [self._pool.submit(_compute_alone, everyone) for _ in range(self._count)]:
+                started.result()
+            torch.set_num_threads(self._count)  # for this thread, and for those that start later
+
+    def run(self, lengths: Sequence[int], compute: Compute) -> Tensor:
+        """The rows of texts of these lengths, in their order [texts, ...]."""
+        if self._count == 1 or len(lengths) < self._count or sum(lengths) < LEAST * self._count:
+            return compute(range(len(lengths)))
+        parts = shares(lengths, self._count)
+        rows = torch.cat(list(self._pool.map(_inferring(compute), parts)))
+        return rows[torch.tensor([i for part in parts for i in part]).argsort()]
+
+
+def shares(lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Divides the indexes of texts of these lengths into `count` shares of about equal numbers of tokens: the longest
+    text first, each to the share with fewest. Within a share they keep their order."""
+    found: list[list[int]] = [[] for _ in range(count)]
+    tokens = [0] * count
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        least = tokens.index(min(tokens))
+        found[least].append(index)
+        tokens[least] += lengths[index]
+    return [sorted(share) for share in found]
+
+
+def _inferring(compute: Compute) -> Callable[[Sequence[int]], Tensor]:
+    """Switches gradients off, which torch does for each thread separately."""
+    return torch.inference_mode()(compute)
+
+
+def _compute_alone(everyone: Barrier) -> None:
+    """Sets one thread for torch in this thread: torch keeps the number for each thread once it has been read there."""
+    torch.set_num_threads(1)
+    torch.get_num_threads()
+    everyone.wait()
+
 
 Finish = Callable[[Tensor, Sequence[int]], Tensor]  # hidden [tokens, H] of texts of these lengths -> [texts, ...]
 
@@ -42,8 +99,7 @@ class TextEncoder:
     ) -> None:
         """max_length: tokens of a text at most; None: as many as the model has positions."""
         _check(options, task)
-        check_device(options.device)
-        use_threads(options)
+        open_device(options)
         scales = None if options.scales is None else Path(options.scales)
         self.options = options
         self.model = load_reader(model_dir, parse_recipe(options.recipe), scales, options.device)
@@ -51,7 +107,7 @@ class TextEncoder:
         self.frozen = {n: m for n, m in self.model.named_modules() if isinstance(m, FrozenLinear)}
         longest = check_length(self.model.config, options)
         self.max_length = min(longest, max_length or longest, options.max_model_len or longest)
-        _separate_rows(self.model, self.frozen, options)
+        separate_rows(self.model, options.device)
         divides = own_products(options.device) and not mixtures(self.model)  # experts count their tokens
         self._threads = TextThreads() if divides else None
         for layer in self.frozen.values():
@@ -116,18 +172,3 @@ def _check(options: EngineOptions, task: Task) -> None:
         raise RequestError(f"A model that is there to {task} has no prefix cache to keep; leave cache_dir out.")
     if options.roll_history:
         raise RequestError(f"roll_history is for models that generate, and this one is to {task}; leave it out.")
-
-
-def _separate_rows(model: AnyModel, frozen: dict[str, FrozenLinear], options: EngineOptions) -> None:
-    """Makes every linear's rows independent of each other, and joins what can be joined."""
-    if not isinstance(model, Encoder):
-        separate_rows(model, frozen, options)
-        return
-    for layer in frozen.values():
-        layer.make_rows_independent()
-    if own_products(options.device):
-        use_own_products(model)
-        model.join()
-    elif torch.device(options.device).type != "cuda":
-        plain = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-        make_row_independent(model, {**frozen, **plain}, torch.bfloat16, options.step_tokens)

@@ -38,8 +38,7 @@ from typing import Any, get_args
 
 from fp8serve import logs
 from fp8serve.ending import end_process
-from fp8serve.engine.embedding_engine import ClassifyingEngine, EmbeddingEngine, EncoderEngine
-from fp8serve.engine.encoding_queue import Call
+from fp8serve.engine.embedding_engine import Call, ClassifyingEngine, EmbeddingEngine, EncoderEngine
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.output import RequestOutput

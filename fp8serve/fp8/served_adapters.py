@@ -163,9 +163,8 @@ def factor_of(base: nn.Module, a: Tensor, b: Tensor, scaling: float, magnitude: 
 
 
 def attach(linear: nn.Module, adapters: ServedAdapters | None) -> None:
-    """From now on the layer adds these; None: nothing. The layer is a FrozenLinear, an OwnLinear or a
-    RowIndependent."""
-    linear.adapters = adapters  # type: ignore[assignment]  # a class attribute of all three
+    """From now on the layer adds these; None: nothing. The layer is a FrozenLinear or an OwnLinear."""
+    linear.adapters = adapters  # type: ignore[assignment]  # a class attribute of both
 
 
 def any_active(linears: Sequence[nn.Module]) -> bool:

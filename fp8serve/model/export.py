@@ -30,7 +30,7 @@ from fp8serve.model.config.either import parse_any_config
 from fp8serve.model.config.encoder import is_encoder
 from fp8serve.model.config.mixture import keeps_fp32
 from fp8serve.model.config.wrappers import read_text_config
-from fp8serve.model.formats.file_formats import FORMATS
+from fp8serve.model.formats import FORMATS
 from fp8serve.model.formats.interop import dequantizing_scale
 from fp8serve.model.formats.quantization_config import quantization_files
 from fp8serve.model.formats.scales import FILE_NAME, ScalingCheckpoint, check_covers, fingerprint, save_scales

@@ -20,7 +20,7 @@ from fp8serve.model.config.either import AnyConfig, read_any_config
 from fp8serve.model.config.wrappers import is_wrapper, text_key
 from fp8serve.model.storage.files import present, read_json
 from fp8serve.model.storage.headers import header_json
-from fp8serve.model.storage.heap import KEPT
+from fp8serve.model.storage.memory import RETAINED
 
 HEAD = "lm_head.weight"
 SCALES = "scales.safetensors"
@@ -72,7 +72,7 @@ def resident(model_dir: Path, recipe: str, head: HeadDtype = "bf16", scales: str
             held += tensor.elements * (1 if in_fp8 else BF16)
     held += cast + _cast_head_bytes(config, head)
     # a weight that was cast lies beside its packed copy until malloc returns what is free
-    return Resident(held, held + min(cast, KEPT))
+    return Resident(held, held + min(cast, RETAINED))
 
 
 def _casts(model_dir: Path, recipe: str, scales: str | None) -> bool:

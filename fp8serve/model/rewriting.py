@@ -17,7 +17,7 @@ from fp8serve.fp8.spec import UNQUANTIZED, QuantSpec
 from fp8serve.model.agreement import check_agreement
 from fp8serve.model.checkpoint import kv_scales
 from fp8serve.model.export import write_calibrated
-from fp8serve.model.formats.file_formats import FORMATS
+from fp8serve.model.formats import FORMATS
 from fp8serve.model.formats.interop import BLOCKED_INPUT, PER_TOKEN, STATIC
 from fp8serve.model.formats.quantization_config import quantization_files
 from fp8serve.model.formats.scales import FILE_NAME, ScalingCheckpoint, TensorScale, load_scales

@@ -4,6 +4,7 @@ Every tensor in the files must be a parameter of the architecture with its shape
 left-overs; every parameter must be there. Opening reads only headers, and a head that should equal the embedding.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,6 @@ from fp8serve.model.building import Model, skeleton
 from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.config.either import AnyConfig, read_any_config
 from fp8serve.model.config.encoder import EncoderConfig
-from fp8serve.model.config.predictors import without_predictors
 from fp8serve.model.config.wrappers import read_text_config, text_shards
 from fp8serve.model.formats import interop
 from fp8serve.model.formats.interop import Quantization, ScaleKey
@@ -299,3 +299,20 @@ def _without_prefix(shards: Shards, config: EncoderConfig) -> Shards:
     """Under the names of a model without a head."""
     names = {key: key.removeprefix(config.prefix) for key in shards}
     return shards.renamed(names) if any(key != name for key, name in names.items()) else shards
+
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def without_predictors(shards: Shards, config: ModelConfig) -> tuple[Shards, tuple[str, ...]]:
+    """(the tensors without those of the `num_predictors` layers for multi-token prediction, which DeepSeek's files have
+    after the last layer, the names of the layers left out)."""
+    behind = [f"model.layers.{config.num_layers + i}" for i in range(config.num_predictors)]
+    layers = {_layer(key) for key in shards}
+    omitted = tuple(layer for layer in behind if layer in layers)
+    return (shards.renamed({key: key for key in shards if _layer(key) not in omitted}) if omitted else shards), omitted
+
+
+def _layer(key: str) -> str:
+    match = _LAYER.match(key)
+    return "" if match is None else match.group(0)[:-1]

@@ -34,8 +34,7 @@ from torch import Tensor
 from fp8serve.errors import JobError
 from fp8serve.model.storage.files import fsync, read_json, save_tensors, whole_directory, write_json
 from fp8serve.model.storage.opening import open_member
-from fp8serve.model.storage.shards import Shards, load_tensors, read_header, write_index
-from fp8serve.model.storage.streamed import Parts, stream_tensors
+from fp8serve.model.storage.shards import Parts, Shards, load_tensors, read_header, stream_tensors, write_index
 
 VERSION = 1
 _STEP = re.compile(r"step-(\d+)")

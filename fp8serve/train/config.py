@@ -19,7 +19,7 @@ from annotated_types import Ge, Gt, Le, Len, Lt
 from fp8serve.errors import JobError, RecipeError, json_fault, json_kind
 from fp8serve.fp8 import recipe
 from fp8serve.fp8.recipe import Recipe, RecipeName
-from fp8serve.model.formats.file_formats import FileFormat
+from fp8serve.model.formats import FileFormat
 from fp8serve.model.formats.peft import MAX_RANK
 from fp8serve.model.text.data_files import DATA, LIMITS, STDIN, DataLimits
 from fp8serve.options import About, check

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from fp8serve.errors import DataError, ModelError
 from fp8serve.model.config.decoder import ModelConfig
-from fp8serve.model.storage.heap import limited_memory
+from fp8serve.model.storage.memory import limited_memory
 from fp8serve.model.text.data_files import LIMITS, DataLimits
 from fp8serve.model.text.tokenizer import Tokenizer
 

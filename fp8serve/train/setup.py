@@ -24,7 +24,7 @@ from fp8serve.model.checkpoint import load_trainable, open_checkpoint
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.formats.quantization_config import quantization_files
 from fp8serve.model.storage.files import read_json
-from fp8serve.model.storage.heap import trim
+from fp8serve.model.storage.memory import trim
 from fp8serve.model.stored import matrices_note
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.ranks import ALONE, Ranks

@@ -38,8 +38,7 @@ from typing import Any, Literal
 import torch
 
 from fp8serve.errors import JobError
-from fp8serve.model.storage.files import check_writable
-from fp8serve.model.storage.lock import take_lock
+from fp8serve.model.storage.files import check_writable, take_lock
 from fp8serve.ranks import ALONE, Ranks
 from fp8serve.train import checkpoint, events, fallback
 from fp8serve.train.beginning import begin

@@ -16,7 +16,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from 
 FREED = """
 import re
 import torch
-from fp8serve.model.storage.heap import trim
+from fp8serve.model.storage.memory import trim
 
 def anonymous():
     return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024

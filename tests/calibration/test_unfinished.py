@@ -12,7 +12,7 @@ import torch
 from fp8serve.calibration.pipeline import calibrate
 from fp8serve.errors import Fp8ServeError, ModelError
 from fp8serve.fp8.recipe import DelayedScaling, from_name
-from fp8serve.model.storage.lock import take_lock
+from fp8serve.model.storage.files import take_lock
 
 SMALL = {"samples": 8, "seq_len": 32, "batch_size": 3}
 CASES = {

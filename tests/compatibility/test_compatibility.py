@@ -26,7 +26,7 @@ from fp8serve.model.checkpoint import (
     write_hf_directory,
 )
 from fp8serve.model.config.wrappers import read_text_config
-from fp8serve.model.formats.file_formats import FORMATS
+from fp8serve.model.formats import FORMATS
 from fp8serve.model.network.experts import rows_of_experts
 from fp8serve.train.batch import PackedBatch
 from fp8serve.train.forward import Forward

@@ -16,7 +16,6 @@ pytest.importorskip("jinja2")
 pytest.importorskip("fp8serve.calibration")  # a link or an installation puts it there
 
 from fp8serve.calibration.pipeline import calibrate
-from fp8serve.engine.accelerator import capture_decoding
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.output import Completion
 from fp8serve.fp8.recipe import DelayedScaling
@@ -77,7 +76,7 @@ def test_replayed_steps_give_the_same_bits(device: str, calibrated: Path) -> Non
     replayed = serve(calibrated, device)
     if device == "cpu":
         replayed.pack_weights()  # packed later, a weight has been replaced: its step runs twice
-        capture_decoding(replayed.loaded.runner, replayed.options, 256, lambda run: run)
+        replayed.loaded.runner.capture_decoding(replayed.options, 256, lambda run: run)
     else:
         assert replayed.info()["cuda_graphs"] == "batches of 1, 2, 3"
     prompts, sampling = SENTENCES[:3], {"seed": 5, "max_new_tokens": 20, "ignore_eos": True, "logprobs": 3}

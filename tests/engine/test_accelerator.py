@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8serve.engine import accelerator, memory
-from fp8serve.engine.accelerator import capture_decoding, largest_step, plan_on_gpu
+from fp8serve.engine import memory
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.memory import gpu_cache_memory
+from fp8serve.engine.loading import check_device
+from fp8serve.engine.memory import gpu_cache_memory, largest_step, plan_on_gpu
 from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import MachineError, RequestError
 
@@ -29,7 +29,7 @@ def gpu_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def make(free: int, total: int, step: int = 0) -> None:
         monkeypatch.setattr(memory, "gpu_memory_info", lambda device: (free, total))
-        monkeypatch.setattr(accelerator, "gpu_bytes_of", lambda run, device: run() is None or step)
+        monkeypatch.setattr(memory, "gpu_bytes_of", lambda run, device: run() is None or step)
 
     return make
 
@@ -79,19 +79,19 @@ def fails(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 def test_a_capture_that_fails_is_named_and_decoding_goes_on(model_dir: Path) -> None:
     engine = Engine(model_dir, recipe="rowwise")
-    report = capture_decoding(engine.loaded.runner, on_gpu(), 128, fails)
+    report = engine.loaded.runner.capture_decoding(on_gpu(), 128, fails)
     assert report.text() == "off: operation not permitted when stream is capturing"
     assert engine.loaded.runner.graphs is None
     assert len(engine.generate([[1, 2]], max_new_tokens=3, ignore_eos=True)[0].token_ids) == 3
     with pytest.raises(MachineError, match="cannot be captured as CUDA graphs: operation not permitted"):
-        capture_decoding(engine.loaded.runner, on_gpu(cuda_graphs=True), 128, fails)
+        engine.loaded.runner.capture_decoding(on_gpu(cuda_graphs=True), 128, fails)
 
 
 def test_what_is_captured_is_said(model_dir: Path) -> None:
     engine = Engine(model_dir, recipe="rowwise")
     assert engine.info()["cuda_graphs"] == "off: the device is no GPU"
-    assert capture_decoding(engine.loaded.runner, on_gpu(cuda_graphs=False), 128).text() == "off: not asked for"
-    report = capture_decoding(engine.loaded.runner, on_gpu(max_num_seqs=4), 128, lambda run: run)
+    assert engine.loaded.runner.capture_decoding(on_gpu(cuda_graphs=False), 128).text() == "off: switched off"
+    report = engine.loaded.runner.capture_decoding(on_gpu(max_num_seqs=4), 128, lambda run: run)
     assert report.text() == "batches of 1, 2, 4"
 
 
@@ -114,5 +114,5 @@ def test_a_gpu_that_is_not_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(MachineError, match=r"cuda:3 was asked for, but PyTorch finds 1 GPU here"):
-        accelerator.check_device("cuda:3")
-    assert accelerator.check_device("cuda:0") == torch.device("cuda:0")
+        check_device("cuda:3")
+    assert check_device("cuda:0") == torch.device("cuda:0")

@@ -8,8 +8,7 @@ import torch
 
 from fp8serve.engine.client import EngineClient
 from fp8serve.engine.embedding import Embedder
-from fp8serve.engine.embedding_engine import EmbeddingEngine
-from fp8serve.engine.encoding_queue import Call, EncodingQueue
+from fp8serve.engine.embedding_engine import Call, EmbeddingEngine, EncodingQueue
 from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import RequestError
 from tests.model.encoders import BERT, ids_of, make, pooled

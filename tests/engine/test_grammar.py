@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.grammar import _in_library_form, validate
-from fp8serve.engine.masks import Masks
+from fp8serve.engine.grammar import Masks, _in_library_form, validate
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.engine.sequence import Sequence
@@ -194,7 +193,7 @@ def test_masks_are_what_the_library_finds_without_slices(engine: Engine) -> None
     assert engine.tokenizer is not None
     tokens = engine.tokenizer.encode('{"name": "a name of many letters", "age": null}')
     for token in [token for token in tokens if token < 256]:  # without the special ones
-        mask = masks.begin(seqs)
+        mask = masks.begin([seq.constraint for seq in seqs])
         assert mask is not None
         assert mask.rows == [0, 2]
         bits = np.frombuffer(reference.compute_bitmask(), np.uint8)
@@ -206,4 +205,4 @@ def test_masks_are_what_the_library_finds_without_slices(engine: Engine) -> None
         assert reference.consume_token(token)
         for seq in seqs:
             assert seq.constraint is None or seq.constraint.accept(token)
-    assert masks.begin(seqs[1:2]) is None
+    assert masks.begin([seq.constraint for seq in seqs[1:2]]) is None

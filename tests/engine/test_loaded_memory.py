@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fp8serve.model.storage import heap
+from fp8serve.model.storage import memory
 
 from .tiny import write_model
 
@@ -20,7 +20,7 @@ WIDE: dict[str, dict[str, Any]] = {
 LOAD = """
 import re, sys
 from fp8serve.engine.engine import Engine
-from fp8serve.model.storage import heap
+from fp8serve.model.storage import memory
 
 def resident():
     return 1024 * int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1])
@@ -29,10 +29,10 @@ def load(path):
     return Engine(path, recipe="rowwise", max_model_len=64, max_num_seqs=1)
 
 load(sys.argv[1]).pack_weights()  # what the libraries take on their first use
-heap.KEPT = 0
-heap.trim()
+memory.RETAINED = 0
+memory.trim()
 before = resident()
-heap.KEPT = int(sys.argv[3])
+memory.RETAINED = int(sys.argv[3])
 engine = load(sys.argv[2])
 loaded = resident()
 engine.pack_weights()
@@ -53,10 +53,10 @@ def test_the_weights_of_experts_are_in_memory_once(kind: str, tmp_path: Path) ->
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc, and glibc's heap is trimmed")
 def test_weights_that_were_packed_leave_nothing_behind(tmp_path: Path) -> None:
-    """What was cast while loading lies in malloc's memory, which is given back though it is less than `heap.KEPT`."""
+    """What was cast while loading lies in malloc's memory, given back though less than `memory.RETAINED`."""
     sizes = {"hidden_size": 512, "num_attention_heads": 4, "num_hidden_layers": 30, "intermediate_size": 1024}
     models = write_model(tmp_path / "small"), write_model(tmp_path / "model", **sizes)
-    command = [sys.executable, "-c", LOAD, *models, str(heap.KEPT)]
+    command = [sys.executable, "-c", LOAD, *models, str(memory.RETAINED)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     weights, _, packed = map(int, done.stdout.split())
     assert weights > 50 * MIB

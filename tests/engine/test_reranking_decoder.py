@@ -11,8 +11,7 @@ import transformers
 
 from fp8serve.calibration.pipeline import calibrate
 from fp8serve.cli import main
-from fp8serve.engine.classifying import Classifier
-from fp8serve.engine.labels import QWEN3
+from fp8serve.engine.classifying import QWEN3, Classifier
 from fp8serve.engine.task import task_of
 from fp8serve.errors import ModelError
 from fp8serve.fp8.ops import reference

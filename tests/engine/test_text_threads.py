@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8serve.calibration.pipeline import calibrate_encoder
 from fp8serve.engine.embedding import Embedder
-from fp8serve.engine.text_threads import LEAST, TextThreads, shares
+from fp8serve.engine.text_encoder import LEAST, TextThreads, shares
 from fp8serve.fp8.own_linear import own_products
 from fp8serve.model.network.encoder import Encoder
 from tests.model.encoders import BERT, ids_of, make, pooled

@@ -10,7 +10,6 @@ from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.invariant import RowIndependent
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.formats.scales import ScalingCheckpoint, TensorScale, fingerprint, save_scales
@@ -81,9 +80,8 @@ def write_tokenizer(path: Path) -> None:
 
 def call_each_layer(engine: Engine) -> None:
     """From now on every FP8 layer of `engine` is called as a module: nothing is joined, no op is fused."""
-    model = engine.loaded.runner.model
-    for name, layer in engine.loaded.frozen.items():
-        model.set_submodule(name, RowIndependent(layer, ()))
+    for layer in engine.loaded.frozen.values():
+        layer.register_forward_hook(lambda *_: None)
 
 
 def write_scales(path: Path, out: Path, *, kv: bool = False) -> Path:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8serve.calibration.checks import check_device as check_for_calibration
-from fp8serve.engine.accelerator import check_device as check_for_serving
+from fp8serve.engine.loading import check_device as check_for_serving
 from fp8serve.errors import MachineError
 from fp8serve.fp8 import cuda_library, ops
 from fp8serve.fp8.cuda_library import Built, built_for, check_gpu, refusal, slowness

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Linear, autocast, convert
-from fp8serve.engine.invariant import RowIndependent
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.lora import LoraLinear
 from fp8serve.fp8.own_linear import OwnLinear
@@ -179,7 +178,6 @@ REPLACEMENTS: list[Callable[[], nn.Module]] = [
     lambda: OwnLinear.adopt(linear(torch.bfloat16)),  # type: ignore[arg-type]
     frozen,
     adapted,
-    lambda: RowIndependent(linear(), (4,)),
 ]
 
 

@@ -12,8 +12,8 @@ import transformers
 from fp8serve.errors import ModelError
 from fp8serve.model.config.decoder import ModelConfig, parse_config, read_config
 from fp8serve.model.config.families import FAMILIES
-from fp8serve.model.config.keys import is_harmless
 from fp8serve.model.config.latent import Latent
+from fp8serve.model.config.reader import is_harmless
 from tests.model.oracle import REQUIRED
 from tests.model.published import CONFIGS
 

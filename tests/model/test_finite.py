@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from fp8serve.errors import ModelError
-from fp8serve.model.storage import finite
+from fp8serve.model.storage import headers
 
 TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn)
 
@@ -26,24 +26,24 @@ def values(dtype: torch.dtype) -> torch.Tensor:
 def test_what_is_finite_passes_and_nothing_else(dtype: torch.dtype, tmp_path: Path) -> None:
     good = values(dtype)
     save_file({"a": good, "n": torch.arange(5), "empty": torch.zeros(0, 3)}, tmp_path / "a.safetensors")
-    finite.require_finite(tmp_path)
+    headers.require_finite(tmp_path)
     bad = ["nan"] if dtype is torch.float8_e4m3fn else ["nan", "inf", "-inf"]
     for number in bad:
         spoiled = good.clone()
         spoiled[-1] = torch.tensor(float(number)).to(dtype)
         save_file({"a": good, "b.weight": spoiled}, tmp_path / "b.safetensors")
         with pytest.raises(ModelError, match=r"holds NaN or an infinity in b\.weight"):
-            finite.require_finite(tmp_path)
+            headers.require_finite(tmp_path)
 
 
 def test_a_number_at_any_place_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finite, "CHUNK", 7)
+    monkeypatch.setattr(headers, "CHUNK", 7)
     for place in (0, 6, 7, 8, 22):
         weights = torch.zeros(23)
         weights[place] = torch.inf
         save_file({"w": weights}, tmp_path / "w.safetensors")
         with pytest.raises(ModelError, match="in w"):
-            finite.require_finite(tmp_path)
+            headers.require_finite(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -52,4 +52,4 @@ def test_a_number_at_any_place_is_found(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_broken_file_is_told(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "w.safetensors").write_bytes(content)
     with pytest.raises(ModelError, match=r"is not a whole safetensors file|has a header that is not"):
-        finite.require_finite(tmp_path)
+        headers.require_finite(tmp_path)

@@ -21,11 +21,10 @@ from fp8serve.errors import ModelError
 from fp8serve.hub import find_model
 from fp8serve.model.checkpoint import load_trainable
 from fp8serve.model.config.decoder import read_config
-from fp8serve.model.gguf import numbers as gguf_numbers
-from fp8serve.model.gguf import smollm2 as packaged
-from fp8serve.model.gguf.cache import file_hash
-from fp8serve.model.gguf.conversion import convert
-from fp8serve.model.gguf.numbers import dequantized
+from fp8serve.model.gguf import conversion as packaged
+from fp8serve.model.gguf import families as gguf_families
+from fp8serve.model.gguf.conversion import convert, file_hash
+from fp8serve.model.gguf.families import dequantized
 from fp8serve.model.gguf.reader import TYPES, GgufFile
 from fp8serve.model.text.tokenizer import Tokenizer
 from tests.model.gguf_files import add, finish, write_gguf
@@ -109,7 +108,7 @@ def copied(source: Path, out: Path, extra: dict[str, Any] | None = None, **metad
 def test_every_type_is_dequantized_as_the_package_does(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gguf_numbers, "_ELEMENTS_AT_ONCE", 512)  # of 5 rows, two at a time
+    monkeypatch.setattr(gguf_families, "_ELEMENTS_AT_ONCE", 512)  # of 5 rows, two at a time
     kind = Type[name]
     block, size = gguf.GGML_QUANT_SIZES[kind]
     raw = np.random.default_rng(0).integers(0, 60, (5, 256 // block * size), np.uint8)  # no NaN in any scale

@@ -11,9 +11,8 @@ from gguf import GGUFWriter
 from tokenizers import Tokenizer
 
 from fp8serve.errors import ModelError
-from fp8serve.model.gguf.pretokenizers import FAMILIES
 from fp8serve.model.gguf.reader import GgufFile
-from fp8serve.model.gguf.tokenizer import tokenizer_files
+from fp8serve.model.gguf.tokenizer import FAMILIES, tokenizer_files
 from tests.model.gguf_files import add, finish
 from tests.model.oracle import byte_level
 

@@ -23,7 +23,7 @@ from fp8serve.model.export import CARRIED
 from fp8serve.model.formats.scales import load_scales
 from fp8serve.model.network.pooling import read_pooling
 from fp8serve.model.resident import resident
-from fp8serve.model.storage.finite import require_finite
+from fp8serve.model.storage.headers import require_finite
 from fp8serve.model.storage.opening import open_file, open_member, real_path
 from fp8serve.model.storage.shards import open_shards, read_header
 from fp8serve.model.text.tokenizer import Tokenizer
@@ -225,7 +225,6 @@ OTHERS = {
     "server/finetuning/training_process.py": "what a job's process wrote",
     "model/export.py": "writes",
     "model/gguf/reader.py": "the GGUF file that a person named, whose kind `open_file` has checked",
-    "model/network/memory.py": "/proc",
     "engine/client.py": "/proc",
     "engine/grammar.py": "the engine's own temporary file",
     "train/event_log.py": "writes",

@@ -14,7 +14,7 @@ from fp8serve.errors import MachineError, RequestError, TakenError
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.export import write_calibrated
-from fp8serve.model.formats.file_formats import FORMATS
+from fp8serve.model.formats import FORMATS
 from fp8serve.model.formats.scales import ScalingCheckpoint, TensorScale, fingerprint, read_scales, save_scales
 from fp8serve.model.network.decoder import Decoder
 from fp8serve.model.rolled import write_rolled

@@ -1,5 +1,5 @@
 """The draw of a token in plain PyTorch: temperature, top_k, top_p, min_p and one random number for each row. Before it,
-logits of tokens that may not come next become -inf; a bit for each token says which may (engine/masks.py).
+logits of tokens that may not come next become -inf; a bit for each token says which may (engine/grammar.py).
 
 The three filters each keep the most probable tokens down to some rank, so together they are one number per row: how
 many tokens stay. Ties at the border go to the smaller token ids.

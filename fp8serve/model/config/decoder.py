@@ -1,7 +1,7 @@
 """The hyper-parameters we honour, read from `config.json`.
 
 Published architectures are one decoder with switches: a row of `families` has what the architecture fixes, the file has
-the rest. Every key of the file is one of three: honoured (it becomes a field), harmless (`config_keys`), or unknown. An
+the rest. Every key of the file is one of three: honoured (it becomes a field), harmless (reader.py), or unknown. An
 unknown key that is set is an error, because a model that runs with one term of its maths missing looks healthy and
 answers wrongly.
 
@@ -9,30 +9,34 @@ transformers 5 writes `dtype` where 4 wrote `torch_dtype`: both are read. Defaul
 transformers' class for the architecture. No torch here.
 """
 
+import json
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 from fp8serve.errors import ModelError, shown
-from fp8serve.model.config.asking import ask
 from fp8serve.model.config.encoder import ENCODERS, OF_HEADS, Head, head_of, is_encoder
 from fp8serve.model.config.families import FAMILIES
 from fp8serve.model.config.family import BEFORE, SHARED, Family, HeadNorm, Norm, Norms
-from fp8serve.model.config.keys import HONOURED, is_harmless
 from fp8serve.model.config.latent import Latent, latent_attention, latent_of
 from fp8serve.model.config.mixture import Experts, experts_of
-from fp8serve.model.config.reader import Reader, token_ids
+from fp8serve.model.config.reader import HONOURED, Reader, is_harmless, token_ids
 from fp8serve.model.config.rope import QueryScaling, Rope, layer_ropes, query_scaling, rotary_dim
 from fp8serve.model.config.wrappers import read_text_config
 from fp8serve.model.storage.files import present, read_optional_json
+from fp8serve.processes import module_command
 
 Activation = Literal["silu", "gelu_tanh", "xielu"]
 _CLASSIFIES = "ForSequenceClassification"
 _GATED: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _UNGATED: dict[str, Activation] = {"xielu": "xielu"}
+_COMMAND = module_command("fp8serve.model.transformers_backend")
+_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -201,8 +205,38 @@ def _by_transformers(raw: Mapping[str, Any], generation: Mapping[str, Any], wher
         from fp8serve.model.transformers_backend import describe  # here: it brings torch
 
         return describe(raw, generation, where)
-    found = ask(raw, generation, where)
-    return ModelConfig(**found | {"computed_by": TransformersClass(**found["computed_by"])})
+    fields = ask(raw, generation, where)
+    return ModelConfig(**fields | {"computed_by": TransformersClass(**fields["computed_by"])})
+
+
+def ask(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The fields of the model's `ModelConfig` that have no default or another value, from a process of
+    transformers_backend/__main__.py, which is started once for each model, takes seconds, and ends. ModelError: as
+    `describe`."""
+    text = _ask(json.dumps([raw, generation, where], sort_keys=True))
+    try:
+        answer = json.loads(text, object_hook=_with_tuples)
+    except ValueError:
+        raise ModelError(f"The process that builds transformers' class gave no answer: {shown(text[:80])}.") from None
+    if "refused" in answer:
+        raise ModelError(answer["refused"])
+    return dict(answer["fields"])
+
+
+@cache
+def _ask(question: str) -> bytes:
+    try:
+        done = subprocess.run(_COMMAND, input=question.encode(), capture_output=True, timeout=_SECONDS, check=True)
+    except subprocess.TimeoutExpired as problem:  # its output ends with a warning that explains nothing
+        raise ModelError(f"transformers' class was not built within {_SECONDS:g} seconds.") from problem
+    except (OSError, subprocess.SubprocessError) as problem:
+        why = (getattr(problem, "stderr", None) or b"").decode(errors="replace").strip().rpartition("\n")[2]
+        raise ModelError(f"The process that builds transformers' class failed: {why[:300] or problem}.") from problem
+    return done.stdout
+
+
+def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
 
 
 def _blocks(get: Reader) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """The hyper-parameters of an encoder: BERT (MiniLM, BGE), RoBERTa (XLM-RoBERTa: E5, BGE-M3) and ModernBERT.
 
-As for decoders (config.py), a key of config.json is honoured, harmless or refused. No torch here.
+As for decoders (decoder.py), a key of config.json is honoured, harmless or refused. For ModernBERT transformers 4 wrote
+a rotary base for each kind of layer and the interval of layers that see the whole text; 5 writes `rope_parameters` and
+`layer_types`. Both are read. No torch here.
 """
 
 from collections.abc import Mapping
@@ -8,9 +10,52 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fp8serve.errors import ModelError, shown
-from fp8serve.model.config import modern
-from fp8serve.model.config.keys import is_harmless
-from fp8serve.model.config.reader import positive_number
+from fp8serve.model.config.reader import is_harmless, positive_number
+
+_KINDS = ("full_attention", "sliding_attention")
+_THETAS = {"full_attention": ("global_rope_theta", 160_000.0), "sliding_attention": ("local_rope_theta", 10_000.0)}
+_MODERN = frozenset({
+    "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "max_position_embeddings", "norm_eps", "hidden_activation", "dtype", "torch_dtype",
+    "quantization_config", "bos_token_id", "eos_token_id", "tie_word_embeddings", "layer_types", "rope_parameters",
+    "global_rope_theta", "local_rope_theta", "global_attn_every_n_layers", "local_attention",
+    # keys of training, of heads that are not computed here, and of transformers\' implementation
+    "initializer_cutoff_factor", "embedding_dropout", "mlp_dropout", "decoder_bias", "classifier_pooling",
+    "classifier_bias", "classifier_activation", "deterministic_flash_attn", "sparse_prediction",
+    "sparse_pred_ignore_index", "reference_compile", "repad_logits_with_grad", "layer_norm_eps",
+})  # fmt: skip
+
+
+def _layer_windows(raw: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, ...]:
+    """For each layer, how many tokens to either side it sees; None: all."""
+    half = _whole({"local_attention": 128} | dict(raw), "local_attention", where) // 2
+    return tuple(None if kind == _KINDS[0] else half for kind in _kinds(raw, layers, where))
+
+
+def _layer_thetas(raw: Mapping[str, Any], layers: int, where: str) -> tuple[float, ...]:
+    """For each layer, its rotary base. ModelError: it is stretched, which is not computed here."""
+    bases = {kind: _theta(raw, kind, where) for kind in _KINDS}
+    return tuple(bases[kind] for kind in _kinds(raw, layers, where))
+
+
+def _kinds(raw: Mapping[str, Any], layers: int, where: str) -> list[str]:
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        every = _whole({"global_attn_every_n_layers": 3} | dict(raw), "global_attn_every_n_layers", where)
+        return [_KINDS[bool(layer % every)] for layer in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in _KINDS for kind in kinds):
+        raise ModelError(f"{where}: layer_types is not {layers} of {' and '.join(map(repr, _KINDS))}.")
+    return kinds
+
+
+def _theta(raw: Mapping[str, Any], kind: str, where: str) -> float:
+    key, usual = _THETAS[kind]
+    parameters = raw.get("rope_parameters") or {}
+    rope = (parameters.get(kind) or {}) if isinstance(parameters, dict) else None
+    if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
+        raise ModelError(f"{where}: rope_parameters is {shown(parameters)}; ModernBERT's here has the type 'default'.")
+    return positive_number(rope.get("rope_theta", raw.get(key)), key, where, usual)
+
 
 EncoderActivation = Literal["gelu", "gelu_tanh"]
 ScoreActivation = Literal["none", "sigmoid", "softmax"]
@@ -24,7 +69,7 @@ class EncoderFamily:
 
     classifier: of the model with a head of labels. has_pooler: the layer that such a head reads is in the model itself.
     counts_from_pad: positions start after the id of padding, as in fairseq. pretrained: of the model with its
-    pre-training head, which some published embedders name as their class. is_modern: a ModernBERT (modern.py).
+    pre-training head, which some published embedders name as their class. is_modern: a ModernBERT.
     """
 
     architecture: str
@@ -132,8 +177,8 @@ def parse_encoder_config(raw: Mapping[str, Any], where: str = "config.json") -> 
         num_heads=heads,
         max_position_embeddings=rows,
         first_position=first,
-        layer_windows=modern.layer_windows(raw, layers, where) if is_modern else (),
-        layer_thetas=modern.layer_thetas(raw, layers, where) if is_modern else (),
+        layer_windows=_layer_windows(raw, layers, where) if is_modern else (),
+        layer_thetas=_layer_thetas(raw, layers, where) if is_modern else (),
         type_vocab_size=1 if is_modern else _whole({"type_vocab_size": 2} | dict(raw), "type_vocab_size", where),
         layer_norm_eps=_eps(raw, "norm_eps" if is_modern else "layer_norm_eps", 1e-5 if is_modern else 1e-12, where),
         activation=_activation(raw, where),
@@ -155,7 +200,7 @@ def _refuse(raw: Mapping[str, Any], family: EncoderFamily, where: str) -> None:
             f"{where}: the architecture {shown(found)} is not supported; of this family {' and '.join(known)} "
             f"{'are' if len(known) > 1 else 'is'}."
         )
-    honoured = modern.HONOURED | modern.HARMLESS if family.is_modern else _HONOURED
+    honoured = _MODERN if family.is_modern else _HONOURED
     for key, value in raw.items():
         plain = value in ("absolute", None) if key == "position_embedding_type" else is_harmless(key, value)
         causal = key in ("is_decoder", "is_encoder_decoder") and bool(value)

@@ -1,11 +1,93 @@
-"""Typed access to the keys of `config.json`; every complaint names file, key and value. No torch here."""
+"""Typed access to the keys of `config.json`; every complaint names file, key and value. No torch here.
+
+Two tables say which keys every family honours, and which change nothing, or nothing at some values. The harmless ones
+were collected from the config.json of the most used repositories of these architectures and of the programs that write
+them (transformers 4 and 5, trainers, converters). A key counts as harmless only if the architecture's own code never
+reads it in a forward pass of inference. A key that is in neither table may only be null, false, empty or zero: an
+unknown term of the maths must not be dropped in silence.
+
+`Fields` reads any untrusted JSON: a value of another type than expected is an error that names its place.
+`fields.text("fmt")` is None when the key is missing or null, like every other getter, and text otherwise. So code that
+reads a configuration never meets a list where it expects a number, and needs no check of its own.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
-from fp8serve.errors import ModelError, shown
+from fp8serve.errors import Fp8ServeError, ModelError, shown
 from fp8serve.model.config.family import Family
-from fp8serve.model.config.keys import HONOURED
+
+HONOURED = frozenset({
+    "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling",
+    "rope_parameters", "max_position_embeddings", "tie_word_embeddings", "hidden_act", "bos_token_id", "eos_token_id",
+    "dtype", "torch_dtype", "quantization_config", "layer_types",
+})  # fmt: skip
+
+# Initialisation, training-time noise and losses, caching and kernels, parallelism, generation defaults, limits that a
+# tool wrote down, notes. `pretraining_tp` only ever reordered a sum; `auto_map` points at code that is never run; a
+# window needs `sliding_window`, so `max_window_layers` and `sliding_window_size` alone are notes; `ffn_dim_multiplier`
+# and `multiple_of` made `intermediate_size`, which is given.
+_HARMLESS = frozenset({
+    # initialisation and training
+    "initializer_range", "initializer_factor", "init_method", "init_std", "attention_dropout", "attn_pdrop",
+    "embd_pdrop", "resid_pdrop", "hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob",
+    "classifier_dropout", "neftune_noise_alpha", "gradient_checkpointing", "use_bfloat16", "router_aux_loss_coef",
+    "output_router_logits", "router_jitter_noise", "input_jitter_noise", "router_z_loss_coef", "ffn_dim_multiplier",
+    "multiple_of", "mlp_ratio",
+    # how it is computed, not what
+    "use_cache", "cache_implementation", "attn_implementation", "flash_attention", "use_flash_attn",
+    "use_flash_attention", "use_flash_attention_2", "use_return_dict", "return_dict", "torchscript",
+    "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "output_past", "pretraining_tp",
+    "base_model_tp_plan", "base_model_pp_plan", "base_model_ep_plan", "tensor_parallel_degree",
+    "transformers.js_config", "use_parallel_embedding",
+    # what kind of model a tool took it for
+    "is_llama_config", "is_qwen2_config", "is_mistral_config", "is_decoder", "is_encoder_decoder", "auto_map",
+    "trust_remote_code", "id2label", "label2id", "num_labels", "problem_type", "task_specific_params",
+    "finetuning_task", "max_window_layers",
+    # limits and tokens that a tokenizer or a tool wrote down
+    "max_sequence_length", "model_max_length", "max_seq_length", "max_seq_len", "seq_length", "seq_len", "n_positions",
+    "n_ctx", "context_length", "pad_token_id", "unk_token_id", "sep_token_id", "cls_token_id", "mask_token_id",
+    "initial_context_length", "decoder_start_token_id", "tokenizer_class", "prefix", "sliding_window_size",
+    # generation defaults, which belong to generation_config.json
+    "max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p",
+    "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_beams",
+    "num_beam_groups", "num_return_sequences", "early_stopping", "diversity_penalty", "max_new_tokens",
+    "bad_words_ids", "begin_suppress_tokens", "suppress_tokens", "exponential_decay_length_penalty",
+    "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "return_dict_in_generate", "output_scores",
+    # notes
+    "transformers_version", "name_or_path", "license", "model_name", "model_id", "base_model",
+    "base_model_name_or_path", "library_name", "pipeline_tag", "tags", "unsloth_version", "unsloth_fixed",
+})  # fmt: skip
+
+# Keys that change the maths, with the values that are computed anyway. No other value is accepted, not even null:
+# `"is_causal": false` is as much a change as `"logit_scale": 0.5`. Granite's `attention_multiplier` replaces 1 /
+# sqrt(head_dim), so 1 is not neutral.
+_HARMLESS_AT: dict[str, tuple[Any, ...]] = {
+    "partial_rotary_factor": (1, None),
+    "rotary_pct": (1, None),
+    "logit_scale": (1, None),
+    "logits_scaling": (1, None),
+    "embedding_multiplier": (1, None),
+    "residual_multiplier": (1, None),
+    "attention_multiplier": (None,),
+    "is_causal": (True, None),
+    "use_rope": (True, None),
+    "scale_attn_weights": (True, None),
+    "activation": ("silu", "swiglu", None),
+    "activation_function": ("silu", "swiglu", None),
+    "hidden_activation": ("silu", "swiglu", None),
+    "norm_type": ("rmsnorm", "rms_norm", None),
+    "position_embedding_type": ("rope", "rotary", None),
+}
+
+
+def is_harmless(key: str, value: Any) -> bool:
+    """Whether a model with this key is the same model without it."""
+    if key in _HARMLESS or key.startswith("_"):
+        return True
+    return value in _HARMLESS_AT.get(key, (None, False, [], {}, ""))
+
 
 # Sizes that no model exceeds, so that a hostile size is refused before a module or a list of that size is made.
 MOST = {"num_hidden_layers": 2_000, "num_attention_heads": 2**16, "num_key_value_heads": 2**16, "head_dim": 2**16}
@@ -66,3 +148,61 @@ def token_ids(value: Any, key: str, where: str) -> tuple[int, ...]:
     if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 2**31 for i in ids):
         raise ModelError(f"{where}: {key} is {shown(value)} where a token id was expected.")
     return tuple(ids)
+
+
+class Fields:
+    """The object `value`, whose place is `where` ("config.json: quantization_config"). `error` if it is not an
+    object."""
+
+    def __init__(self, value: Any, where: str, error: type[Fp8ServeError] = ModelError) -> None:
+        self.where, self._error = where, error
+        if not isinstance(value, Mapping):
+            raise error(f"{where} is {shown(value)} where an object was expected.")
+        self._values: Mapping[str, Any] = value
+
+    def text(self, key: str) -> str | None:
+        value: str | None = self._of_type(key, str, "text")
+        return value
+
+    def whole(self, key: str) -> int | None:
+        value: int | None = self._of_type(key, int, "a whole number")
+        return value
+
+    def boolean(self, key: str) -> bool | None:
+        value: bool | None = self._of_type(key, bool, "true or false")
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """A list of text; empty when there is none."""
+        value = self._of_type(key, list, "a list of text") or []
+        if not all(isinstance(item, str) for item in value):
+            raise self.complain(key, "a list of text")
+        return tuple(value)
+
+    def object(self, key: str) -> "Fields | None":
+        value = self._values.get(key)
+        return None if value is None else Fields(value, f"{self.where}.{key}", self._error)
+
+    def objects(self, key: str) -> "list[Fields]":
+        """The objects in an object, whatever their names; empty when there is none."""
+        if (found := self.object(key)) is None:
+            return []
+        return [Fields(v, f"{found.where}.{shown(k)}", self._error) for k, v in found._values.items()]
+
+    def anything(self, key: str, default: Any = None) -> Any:
+        """For values that are compared only, and quoted by `shown`."""
+        return self._values.get(key, default)
+
+    @property
+    def says_something(self) -> bool:
+        """Whether any value in it is not null or empty."""
+        return any(self._values.values())
+
+    def complain(self, key: str, expected: str) -> Fp8ServeError:
+        return self._error(f"{self.where}.{key} is {shown(self._values.get(key))} where {expected} was expected.")
+
+    def _of_type(self, key: str, kind: type, expected: str) -> Any:
+        value = self._values.get(key)
+        if value is None or (isinstance(value, kind) and (kind is bool or not isinstance(value, bool))):
+            return value
+        raise self.complain(key, expected)

@@ -33,11 +33,11 @@ from torch import Tensor
 
 from fp8serve.errors import ModelError, shown
 from fp8serve.fp8.spec import UNQUANTIZED, WEIGHTS, Granularity, QuantSpec, listed
+from fp8serve.model.config.reader import Fields
 from fp8serve.model.formats import torchao
 from fp8serve.model.formats.microscaling import BLOCK as MX_BLOCK
 from fp8serve.model.formats.targets import CLASS, matches
 from fp8serve.model.formats.targets import checked as checked_targets
-from fp8serve.model.storage.fields import Fields
 from fp8serve.model.storage.files import present, read_json
 from fp8serve.model.storage.shards import type_name
 

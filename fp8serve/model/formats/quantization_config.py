@@ -11,7 +11,7 @@ from typing import Any
 from fp8serve.errors import ModelError
 from fp8serve.fp8.recipe import Recipe, name_of
 from fp8serve.fp8.spec import QuantSpec
-from fp8serve.model.formats.file_formats import FORMATS
+from fp8serve.model.formats import FORMATS
 from fp8serve.model.formats.interop import CT_INPUTS, CT_WEIGHTS, MODELOPT
 from fp8serve.model.formats.targets import CLASS
 

@@ -15,8 +15,7 @@ from fp8serve.errors import ModelError, shown
 from fp8serve.model.config.decoder import parse_config
 from fp8serve.model.config.families import FAMILIES
 from fp8serve.model.config.rope import Rope
-from fp8serve.model.gguf.families import RMS_EPS, Layout, layout_of
-from fp8serve.model.gguf.numbers import decimal, dequantized
+from fp8serve.model.gguf.families import RMS_EPS, Layout, decimal, dequantized, layout_of
 from fp8serve.model.gguf.reader import GgufFile
 from fp8serve.model.network.rotary import inverse_frequencies
 

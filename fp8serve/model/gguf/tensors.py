@@ -15,8 +15,7 @@ from torch import Tensor
 
 from fp8serve.errors import ModelError, shown
 from fp8serve.model.config.mixture import keeps_fp32
-from fp8serve.model.gguf.families import Layout
-from fp8serve.model.gguf.numbers import dequantized
+from fp8serve.model.gguf.families import Layout, dequantized
 from fp8serve.model.gguf.reader import GgufFile
 
 ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}

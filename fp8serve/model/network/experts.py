@@ -26,10 +26,9 @@ from fp8serve.fp8.stacked import Stacked, can_stack
 from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.config.mixture import Experts as ExpertSettings
 from fp8serve.model.network.fusing import GATED, Ending, direct
-from fp8serve.model.network.memory import free_memory
 from fp8serve.model.network.routing import Choice, Chosen, GroupRouter
-from fp8serve.model.storage.heap import trim
 from fp8serve.model.storage.mapped import release_pages
+from fp8serve.model.storage.memory import free_memory, trim
 
 _add_weighted = torch.ops.fp8serve.add_weighted.default
 _sort_by_expert = torch.ops.fp8serve.sort_by_expert.default

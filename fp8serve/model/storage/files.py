@@ -9,6 +9,7 @@ or nothing is. `safetensors` and `json` write without fsync, so that is done her
 purpose: a server may be using the directory.
 """
 
+import fcntl
 import json
 import math
 import os
@@ -18,9 +19,9 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from fp8serve.errors import Fp8ServeError, MachineError, TakenError, json_fault, json_kind, shown
+from fp8serve.errors import Fp8ServeError, JobError, MachineError, TakenError, json_fault, json_kind, shown
 from fp8serve.model.storage.opening import open_member, too_large
 
 if TYPE_CHECKING:
@@ -240,3 +241,26 @@ def make_private(folder: Path) -> None:
     if stat.S_IMODE(folder.stat().st_mode) & 0o077:
         with suppress(PermissionError):
             folder.chmod(0o700)
+
+
+def take_lock(path: Path, refusal: str, error: type[Fp8ServeError] = JobError) -> IO[str]:
+    """The locked file; closing it releases the lock.
+
+    Raises error(`refusal`) when another process, or this one, holds it, MachineError where locks do not work.
+    """
+    lock = None
+    try:
+        lock = path.open("a+", encoding="utf-8")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        _close(lock)
+        raise error(refusal) from None
+    except OSError as e:
+        _close(lock)
+        raise MachineError(f"{path} cannot be locked: {e.strerror}; choose a directory on a local disk.") from None
+    return lock
+
+
+def _close(lock: IO[str] | None) -> None:
+    if lock is not None:
+        lock.close()

@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 from fp8serve import errors
 from fp8serve.errors import Fp8ServeError, MachineError, ModelError
-from fp8serve.model.storage.heap import address_space
+from fp8serve.model.storage.memory import address_space
 from fp8serve.processes import describe_exit, module_command, without_interrupts
 
 log = logging.getLogger("fp8serve.limits")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve.errors import DataError, one_line
-from fp8serve.model.storage.heap import limited_memory
+from fp8serve.model.storage.memory import limited_memory
 from fp8serve.model.text.tables import Numbered, check_names, too_large
 
 ROWS_AT_ONCE = 64

@@ -1,4 +1,4 @@
-"""The other side of config/asking.py: one question from stdin, its answer on stdout, both JSON.
+"""The other side of config/decoder.py: one question from stdin, its answer on stdout, both JSON.
 
 It writes the fields without a default and those that differ from their default, from which the reader makes the same
 `ModelConfig`.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from fp8serve.errors import Fp8ServeError
-from fp8serve.model.storage.finite import require_finite
+from fp8serve.model.storage.headers import require_finite
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.serving.memory import fitted
 from fp8serve.server.serving.registry import Registry

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8serve.errors import MachineError
-from fp8serve.model.network.memory import free_memory
 from fp8serve.model.resident import resident
+from fp8serve.model.storage.memory import free_memory
 from fp8serve.server.serving.served import EngineHandle, Source
 
 PROCESS = 256 << 20  # bytes that an engine takes besides weights and cache

@@ -18,7 +18,7 @@ from typing import TypeVar
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError, MachineError, ModelError
-from fp8serve.model.storage.finite import require_finite
+from fp8serve.model.storage.headers import require_finite
 from fp8serve.server.serving.served import Served
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8serve.model.storage.streamed import Parts
+from fp8serve.model.storage.shards import Parts
 from fp8serve.train.sharded.rows import Shards
 
 T = TypeVar("T")

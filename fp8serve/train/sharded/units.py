@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from fp8serve.model.storage.heap import trim
+from fp8serve.model.storage.memory import trim
 from fp8serve.train.exchange import NOTHING
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)

@@ -12,7 +12,7 @@ from fp8serve.fp8.recipe import why_not_gathered
 from fp8serve.model.checkpoint import load_trainable
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.storage.files import save_tensors
-from fp8serve.model.storage.streamed import Parts, stream_tensors
+from fp8serve.model.storage.shards import Parts, stream_tensors
 from fp8serve.ranks import Ranks
 from fp8serve.train.batch import collate
 from fp8serve.train.config import TrainConfig

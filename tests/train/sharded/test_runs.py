@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fp8serve.errors import JobError, MachineError
-from fp8serve.model.storage import streamed
+from fp8serve.model.storage import shards
 from fp8serve.ranks import Ranks
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.scratch import write_random_model
@@ -177,7 +177,7 @@ def _full(rank: int, config: str) -> str:
     def refuse(*call: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    streamed._write = refuse
+    shards._write = refuse
     with pytest.raises(MachineError) as refusal:
         Trainer(TrainConfig.from_json(config), Ranks(rank, 2)).run()
     return str(refusal.value)
