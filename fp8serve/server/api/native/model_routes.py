@@ -14,7 +14,7 @@ from fp8serve.server.api.bounded_route import BoundedRoute
 from fp8serve.server.api.dependencies import StateDep
 from fp8serve.server.api.wire import Answer, JsonObject
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.named_models import NamedModel, check_name
+from fp8serve.server.named_models import NamedModel, adapters_below, check_name, models_below
 from fp8serve.server.schemas.finetune_bodies import USUAL_MAX_RATIO, ActivateBody
 from fp8serve.server.schemas.model_bodies import (
     AliasBody,
@@ -115,7 +115,7 @@ async def models(state: StateDep) -> Models:
         ],
         models=[model_view(state, model) for model in state.models.models.values()],
         aliases=dict(state.models.aliases),
-        loadable=sorted(await asyncio.to_thread(state.loadable)),
+        loadable=sorted(await asyncio.to_thread(models_below, state.settings.models_dir)),
     )
 
 
@@ -128,7 +128,7 @@ async def load(name: str, state: StateDep, body: LoadBody | None = None) -> Mode
     if home is None and body is not None and body.options:
         message = "Options are for a source; say which, or leave them out."
         raise Fault(Code.INVALID_PARAMETER, message, param="options")
-    return model_view(state, await state.load(name, home))
+    return model_view(state, await state.activation.load(name, home))
 
 
 @router.post("/weights", summary="Overwrite the weights of a served model with another version of them")
@@ -139,7 +139,7 @@ async def replace_weights(body: WeightsBody, state: StateDep) -> Replaced:
     times that of the old weights. Otherwise the old weights continue to serve.
     """
     model = state.models.default if body.model is None else state.models.find(body.model, "model")
-    directory = (await asyncio.to_thread(state.loadable)).get(body.path)
+    directory = (await asyncio.to_thread(models_below, state.settings.models_dir)).get(body.path)
     if directory is None:
         hint = "Paths are the directories of --models-dir that hold a model."
         raise Fault(Code.MODEL_NOT_FOUND, "There is no such directory.", param="path", hint=hint)
@@ -208,7 +208,7 @@ def _give(state: ServerState, model: ServedModel, alias: str) -> None:
 def _home(state: ServerState, name: str, body: LoadBody) -> Source:
     """What the name is to stand for. Fault: there is no such source, or the name or an option is none."""
     source = str(body.source)
-    directory = state.loadable().get(source)
+    directory = models_below(state.settings.models_dir).get(source)
     if directory is None and not state.sources.knows(source):
         hint = "Sources are ids of fine-tune jobs that succeeded, checkpoints, and the directories of --models-dir."
         raise Fault(Code.MODEL_NOT_FOUND, "There is no such source.", param="source", hint=hint)
@@ -260,11 +260,11 @@ async def swap(state: ServerState, model: ServedModel, key: str, ratio: float) -
     ratio: see `Verification`.
     """
     if (trained := await asyncio.to_thread(state.sources.adapter, key)) is not None:
-        adapter, verified = await state.activate_adapter(model, *trained, ratio)
+        adapter, verified = await state.activation.activate_adapter(model, *trained, ratio)
         served = served_view(adapter.beside(model.resolve()))
         return Swapped(model=adapter.name, served=served, previous=None, verified=verified_view(verified))
     before = served_view(model.current)
-    now, verified = await state.loader.to_the_end(state.activate(model, key, ratio))
+    now, verified = await state.activation.activate(model, key, ratio)
     return Swapped(model=model.name, served=served_view(now), previous=before, verified=verified_view(verified))
 
 
@@ -295,7 +295,7 @@ async def load_adapter(body: LoadAdapterBody, state: StateDep) -> str:
     base = body.base_model_name
     model = state.models.default if base is None else state.models.find(base, "base_model_name")
     source = await asyncio.to_thread(_adapter_source, state, body)
-    await state.load_adapter(model, source)
+    await state.activation.load_adapter(model, source)
     return f"Success: LoRA adapter '{source.name}' added successfully."
 
 
@@ -304,7 +304,7 @@ async def load_adapter(body: LoadAdapterBody, state: StateDep) -> str:
 )
 async def unload_adapter(body: UnloadAdapterBody, state: StateDep) -> str:
     """Running requests are finished with it; new ones get a 404."""
-    await state.unload_adapter(body.lora_name)
+    await state.activation.unload_adapter(body.lora_name)
     return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 
 
@@ -314,7 +314,7 @@ def _adapter_source(state: ServerState, body: LoadAdapterBody) -> AdapterSource:
         check_name(body.lora_name)
     except RequestError as error:
         raise Fault(Code.INVALID_PARAMETER, str(error), param="lora_name") from None
-    directory = state.loadable_adapters().get(body.lora_path)
+    directory = adapters_below(state.settings.models_dir).get(body.lora_path)
     if directory is not None:
         return AdapterSource(body.lora_name, *directory)
     if (trained := state.sources.adapter(body.lora_path)) is not None:

@@ -238,7 +238,8 @@ async def history(state: StateDep, layer: LayerName, model: ModelName = None) ->
 async def save(state: StateDep, body: SaveScalesBody | None = None, model: ModelName = None) -> SavedScales:
     """Only with --roll-history. It continues to its end even if the client that asked for it goes away."""
     name = None if body is None else body.name
-    saved, count = await asyncio.shield(asyncio.ensure_future(state.save_scales(model, name)))
+    chosen = state.models.default if model is None else state.models.find(model, "model")
+    saved, count = await asyncio.shield(asyncio.ensure_future(state.rolled.save(chosen, name)))
     return SavedScales(name=saved, scales=count)
 
 

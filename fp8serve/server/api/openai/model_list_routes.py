@@ -16,6 +16,7 @@ from fp8serve.errors import suggestion
 from fp8serve.server.api.dependencies import StateDep
 from fp8serve.server.api.wire import Answer
 from fp8serve.server.faults import Code, Fault
+from fp8serve.server.named_models import models_below
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.served_model import ServedModel
 
@@ -72,7 +73,7 @@ async def _all(state: ServerState) -> dict[str, Model]:
     for jobs in (state.sources.results, state.sources.adapters):
         for job in await asyncio.to_thread(jobs):
             shown.setdefault(job.model_id, _model(job.model_id, job.finished_at or job.created_at, parent=job.base))
-    for name in sorted(await asyncio.to_thread(state.loadable)):
+    for name in sorted(await asyncio.to_thread(models_below, state.settings.models_dir)):
         shown.setdefault(name, _model(name, state.started_at))
     return shown
 
