@@ -49,7 +49,7 @@ ALLOWED_IN_MODEL = {
     "formats": {"formats", "transformers_backend", "config", "storage"},
 }
 """What a room of `model/` may import of it. Modules that lie in no room, `gguf` and `verify` may import any."""
-API_FAMILIES = ("native", "openai", "anthropic", "items")
+API_FAMILIES = ("native", "openai", "anthropic_messages", "responses")
 NOTHING_OF_OURS = {
     "fp8serve.fp8.spec",
     "fp8serve.fp8.amax_rules",

@@ -10,25 +10,13 @@ from collections.abc import AsyncIterator, Sequence
 from fastapi import FastAPI
 
 import fp8serve
-from fp8serve.server.api import page_routes
-from fp8serve.server.api.anthropic import message_routes
-from fp8serve.server.api.items import response_routes
-from fp8serve.server.api.native import (
-    activation_routes,
-    finetune_routes,
-    generation_routes,
-    model_routes,
-    request_routes,
-    status_routes,
-    token_routes,
-)
+from fp8serve.server.api import anthropic_messages, page_routes, responses
+from fp8serve.server.api.native import finetune_routes, generation_routes, model_routes, status_routes
 from fp8serve.server.api.openai import (
-    adapter_routes,
-    classifying_routes,
+    chat_routes,
     completion_routes,
     embedding_routes,
-    file_routes,
-    job_routes,
+    finetuning_routes,
     model_list_routes,
 )
 from fp8serve.server.api.openapi_description import describe
@@ -45,9 +33,8 @@ from fp8serve.server.settings import Settings
 
 SUMMARY = "Serve a language model in FP8, fine-tune it in FP8, and serve the result, through one interface."
 ROUTES = (
-    generation_routes, token_routes, completion_routes, response_routes, message_routes, embedding_routes,
-    classifying_routes, model_list_routes, finetune_routes, model_routes, adapter_routes, activation_routes,
-    file_routes, job_routes, request_routes, status_routes, page_routes,
+    generation_routes, completion_routes, chat_routes, responses, anthropic_messages, embedding_routes,
+    model_list_routes, finetune_routes, model_routes, finetuning_routes, status_routes, page_routes,
 )  # fmt: skip
 
 

@@ -56,8 +56,8 @@ class NamedModel:
     @classmethod
     def parse(cls, text: str) -> "NamedModel":
         """Raises RequestError for anything but NAME=DIR[,OPTION=VALUE...], and for unknown options."""
-        place, *options = _OPTION.split(text)
-        name, equals, directory = place.partition("=")
+        model, *options = _OPTION.split(text)
+        name, equals, directory = model.partition("=")
         if not (equals and name and directory):
             raise RequestError(f"--model wants NAME=DIR, such as small=./minilm, not {shown(text)}.")
         pairs = (option.partition("=") for option in options)
@@ -70,8 +70,8 @@ class NamedModel:
     @property
     def answers(self) -> AnswerFormat:
         """How its answers are read, as far as it was given."""
-        said = Readers(**_of(Readers, self.options))
-        return AnswerFormat(said.tool_parser, said.reasoning_parser)
+        readers = Readers(**_of(Readers, self.options))
+        return AnswerFormat(readers.tool_parser, readers.reasoning_parser)
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,29 @@ def check_name(name: str) -> None:
         raise RequestError(f"{shown(name)} is a name of fine-tunes; choose another for the model.")
 
 
+def models_below(root: Path | None) -> dict[str, Path]:
+    """The directories below `root` that hold a model, by their names there. Blocks."""
+    holding = _directories_with("config.json", root)
+    return {name: path for name, path in holding.items() if any(path.glob("*.safetensors"))}
+
+
+def adapters_below(root: Path | None) -> dict[str, tuple[str, Path]]:
+    """The directories below `root` that hold an adapter, by their names there and as whole paths: name and directory.
+    Blocks."""
+    holding = _directories_with("adapter_config.json", root)
+    by_name = {name: (name, path) for name, path in holding.items()}
+    return by_name | {str(path.absolute()): (name, path) for name, path in holding.items()}
+
+
+def _directories_with(file: str, root: Path | None) -> dict[str, Path]:
+    """The directories below `root`, two deep and none hidden, with a file of this name."""
+    if root is None:
+        return {}
+    directories = (path.parent for pattern in (f"*/{file}", f"*/*/{file}") for path in root.glob(pattern))
+    named = {path.relative_to(root).as_posix(): path for path in directories}
+    return {name: path for name, path in named.items() if not any(part.startswith(".") for part in name.split("/"))}
+
+
 def _of(kind: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     names = {f.name for f in fields(kind)}
     return {name: value for name, value in options.items() if name in names}
@@ -109,7 +132,7 @@ def _of(kind: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _json_or_text(value: str) -> Any:
     try:
-        found = json.loads(value)
+        parsed = json.loads(value)
     except ValueError:
         return value
-    return value if isinstance(found, dict) else found  # a recipe in JSON is given as text
+    return value if isinstance(parsed, dict) else parsed  # a recipe in JSON is given as text

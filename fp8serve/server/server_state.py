@@ -13,10 +13,8 @@ import shutil
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache, partial
 from importlib.metadata import version
-from pathlib import Path
 
 import fp8serve
 from fp8serve.engine.request import Task
@@ -26,9 +24,7 @@ from fp8serve.server.access.key_file import KeyFile
 from fp8serve.server.access.limits import Tenants
 from fp8serve.server.data_directory import DataDirectory
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.finetuning.checkpoints import job_of
-from fp8serve.server.finetuning.data_checks import measured_rows
-from fp8serve.server.finetuning.job_records import Job
+from fp8serve.server.finetuning.activation import Activation
 from fp8serve.server.finetuning.job_runner import WORKER, JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.server.finetuning.retention import Retention
@@ -38,7 +34,7 @@ from fp8serve.server.metrics import Metrics
 from fp8serve.server.named_models import NamedModel
 from fp8serve.server.parsing.request_parser import RequestParser
 from fp8serve.server.serving.adapter_loader import AdapterLoader
-from fp8serve.server.serving.adapters import AdapterSource, ServedAdapter
+from fp8serve.server.serving.adapters import AdapterSource
 from fp8serve.server.serving.admission import Admission, Places, Room, Streams
 from fp8serve.server.serving.generation import Generation, build_requests
 from fp8serve.server.serving.loader import Loader
@@ -47,7 +43,6 @@ from fp8serve.server.serving.rolled_scales import RolledScales
 from fp8serve.server.serving.served import Launch, Served, Source, launch
 from fp8serve.server.serving.served_model import BASE, ServedModel
 from fp8serve.server.serving.supervisor import EngineSupervisor
-from fp8serve.server.serving.verification import UNVERIFIED, Verification, Verified
 from fp8serve.server.settings import JOB_TABLE, Settings, is_loopback
 from fp8serve.server.tracing import tracing_of
 from fp8serve.server.usage import Usage
@@ -102,6 +97,9 @@ class ServerState:
         self.submissions = Submissions(
             settings, self.data_dir, self.jobs, self.runner, self.models, self.parser, self.sources, self.draining
         )
+        self.activation = Activation(
+            self.jobs, self.runner, self.sources, self.models, self.loader, self.adapters, self.parser, self.draining
+        )
         self._drain_deadline = math.inf
         self.failed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -142,11 +140,9 @@ class ServerState:
 
     async def _load(self) -> None:
         default = self.models.default
-        await self._expect_activated(default)
+        await self.activation.expect_adapters(default)
         try:
-            served = await default.start(
-                await asyncio.to_thread(self.sources.first, default.home, self._mark(default.name, default.home))
-            )
+            served = await default.start(await self.activation.sources_of(default.name, default.home))
         except Fp8ServeError as error:
             if isinstance(error, MachineError):
                 await self._await_own_signal()
@@ -169,22 +165,11 @@ class ServerState:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.draining.wait(), OWN_SIGNAL_SECONDS)
 
-    async def _expect_activated(self, model: ServedModel) -> None:
-        """Adapters of jobs that were activated before the server was started again."""
-        for key in await asyncio.to_thread(self._activated_adapters, model):
-            try:
-                found = await asyncio.to_thread(self.sources.adapter, key)
-                if found is None:
-                    raise Fault(Code.JOB_NOT_FOUND, "There is no job with such an adapter any more.")
-                self.adapters.expect(model, await asyncio.to_thread(self.sources.of_adapter, *found))
-            except Fault as fault:
-                log.error("the adapter of %s, activated earlier, cannot be served: %s", key, fault.told)
-
     async def _load_further(self) -> None:
         """One after the other. One that cannot be served says so where models are listed, and the others serve."""
         for named in self.settings.models:
             try:
-                await self.load(named.name, keep=True)
+                await self.activation.load(named.name, keep=True)
             except Fault as fault:
                 if fault.code is Code.DRAINING:
                     return
@@ -266,127 +251,6 @@ class ServerState:
         if default.ready and not self.started:
             return "loading"
         return "busy" if default.ready and default.admission.room.nearly_full else default.state
-
-    # -- what can be served --------------------------------------------------------------------------------------------
-
-    def loadable(self) -> dict[str, Path]:
-        """The directories below `models_dir` that hold a model, by their names there. Blocks."""
-        return {name: path for name, path in self._holding("config.json").items() if any(path.glob("*.safetensors"))}
-
-    def loadable_adapters(self) -> dict[str, tuple[str, Path]]:
-        """The directories below `models_dir` that hold an adapter, by their names there and as whole paths: name and
-        directory. Blocks."""
-        shown = self._holding("adapter_config.json")
-        by_name = {name: (name, path) for name, path in shown.items()}
-        return by_name | {str(path.absolute()): (name, path) for name, path in shown.items()}
-
-    def _holding(self, file: str) -> dict[str, Path]:
-        """The directories below `models_dir`, two deep and none hidden, with a file of this name. Blocks."""
-        root = self.settings.models_dir
-        if root is None:
-            return {}
-        found = (path.parent for pattern in (f"*/{file}", f"*/*/{file}") for path in root.glob(pattern))
-        named = {path.relative_to(root).as_posix(): path for path in found}
-        return {name: path for name, path in named.items() if not any(p.startswith(".") for p in name.split("/"))}
-
-    async def load_adapter(
-        self, model: ServedModel, source: AdapterSource, verification: Verification = UNVERIFIED
-    ) -> tuple[ServedAdapter, Verified | None]:
-        """Beside `model`; goes on to its end if the client goes away. Fault: see `AdapterLoader.load`."""
-        if self.draining.is_set():
-            raise Fault(Code.DRAINING, "The server is shutting down.", retry_after=5)
-        return await self.loader.to_the_end(self.adapters.load(model, source, verification))
-
-    async def activate_adapter(
-        self, model: ServedModel, job: Job, step: int | None, ratio: float
-    ) -> tuple[ServedAdapter, Verified | None]:
-        """Verifies what the job trained beside `model`, or had at a step, and serves it by its own name; after the next
-        start, too."""
-        self.sources.check_beside(job, model)
-        source = await asyncio.to_thread(self.sources.of_adapter, job, step)
-        verification = await self._verification(model, job, ratio, model.home.directory)
-        adapter, verified = await self.load_adapter(model, source, verification)
-        await asyncio.to_thread(self._remember_adapter, model, adapter.source.key, True)
-        return adapter, verified
-
-    async def unload_adapter(self, name: str) -> None:
-        """Fault 404: there is no adapter of that name."""
-        model, adapter = self.models.find_adapter(name)
-        if adapter.source.name == adapter.source.root:  # and not another name that a route gave it
-            await asyncio.to_thread(self._remember_adapter, model, adapter.source.key, False)
-        await self.adapters.unload(name)
-
-    def _activated_adapters(self, model: ServedModel) -> list[str]:
-        """The ids of the jobs, or the names of their checkpoints. Blocks."""
-        return list(filter(None, (self.jobs.activated(self._adapters_mark(model)) or "").split(",")))
-
-    def _remember_adapter(self, model: ServedModel, key: str, is_served: bool) -> None:
-        """Whether the adapter of this source, "" for no job's, is loaded when the server starts again. Blocks."""
-        there = self._activated_adapters(model)
-        wanted = [known for known in there if known != key] + ([key] if is_served else [])
-        if wanted != there:
-            self.jobs.set_activated(self._adapters_mark(model), ",".join(wanted))
-
-    def _adapters_mark(self, model: ServedModel) -> str:
-        """Under which the job table remembers them."""
-        return f"adapters of {self._mark(model.name, model.home)}"
-
-    async def load(self, name: str, home: Source | None = None, keep: bool = False) -> ServedModel:
-        """The model `name`, made of `home`, or where that is None of what the name stood for before: then it serves
-        what was activated for that. Fault 404 where it stood for nothing. `keep`: see `Loader.load`.
-        """
-        if self.draining.is_set():
-            raise Fault(Code.DRAINING, "The server is shutting down.", retry_after=5)
-        if home is not None:
-            return await self.loader.load(name, home, [home], keep)
-        if (home := self.loader.known.get(name)) is None:
-            return self.models.find(name)
-        sources = await asyncio.to_thread(self.sources.first, home, self._mark(name, home))
-        return await self.loader.load(name, home, sources, keep)
-
-    def _mark(self, name: str, home: Source) -> str:
-        """Under which the job table remembers what was activated: the directory, with the name of a further model."""
-        directory = str(home.directory.resolve())
-        return directory if name == self.models.default.name else f"{name}={directory}"
-
-    async def activate(self, model: ServedModel, key: str, ratio: float) -> tuple[Served, Verified | None]:
-        """Verifies and swaps the weights of `model`, and remembers the choice for the next start. ratio: see
-        `Verification`.
-
-        The base, which serves where all else fails, is only tried.
-        """
-        mark = self._mark(model.name, model.home)
-
-        async def record(served: str) -> None:
-            await asyncio.to_thread(self.jobs.set_activated, mark, BASE if served == model.home.key else served)
-
-        if key == BASE:
-            return await model.activate(model.home, record)
-        source = await asyncio.to_thread(self.sources.find, key, model.home)
-        job = await asyncio.to_thread(self.jobs.get, job_of(source.key))
-        has_tokenizer = (source.directory / "tokenizer.json").exists()
-        reads = source.directory if has_tokenizer else model.home.directory
-        return await model.activate(source, record, await self._verification(model, job, ratio, reads))
-
-    async def _verification(self, model: ServedModel, job: Job, ratio: float, reads: Path) -> Verification:
-        """By the rows of the job, as the tokenizer in the directory `reads` has them."""
-        try:
-            config = await asyncio.to_thread(self.runner.config_of, job.id)
-        except Fp8ServeError:
-            return Verification((), ratio, model.deadlines.load)
-        rows = await measured_rows(self.parser, replace(config, model=str(reads)))
-        return Verification(rows, ratio, model.deadlines.load)
-
-    async def save_scales(self, model: str | None, name: str | None) -> tuple[str, int]:
-        """Writes what `model` serves, the default where that is None, with its scales as they are now, beside the
-        directory that it was first made of; the new one's name, and how many scales follow the traffic. Fault.
-        """
-        found = self.models.default if model is None else self.models.find(model, "model")
-        home = found.home.directory.resolve()
-        out = home.parent / (name or f"{home.name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}")
-        count = await self.rolled.save(found.resolve(), out)
-        log.info("saved %d scales as they are now, with their weights, to %s", count, out)
-        return out.name, count
 
     # -- generating ----------------------------------------------------------------------------------------------------
 

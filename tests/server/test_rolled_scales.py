@@ -177,8 +177,9 @@ async def test_how_the_process_fails_is_the_answer(
             return 1
 
     options = SimpleNamespace(scales=None)
-    served: Any = SimpleNamespace(engine=Handle(), source=SimpleNamespace(directory=plain, options=options))
+    served = SimpleNamespace(engine=Handle(), source=SimpleNamespace(directory=plain, options=options))
+    model: Any = SimpleNamespace(resolve=lambda: served, home=SimpleNamespace(directory=tmp_path / "model"))
     with pytest.raises(Fault) as caught:
-        await RolledScales(tmp_path).save(served, tmp_path / "out")
+        await RolledScales(tmp_path).save(model, "out")
     assert caught.value.code is code
     assert list(tmp_path.iterdir()) == []

@@ -1,20 +1,19 @@
 """From a checked body to an answer, the same for every route that generates.
 
-    body -> ParsedRequest -> prompts as token ids -> Generation -> outputs -> events -> one answer, or a stream of them
+    body -> served model -> prompts as token ids, and parameters -> Generation -> outputs -> one answer, or a stream
 
-A family of routes adds two things: a function that reads what its body asks for (`Parse`), and a `Renderer` that writes
-the answer. Everything that can be refused is refused before the 200, in a stream too; a failure after it is the
-stream's last event.
+A family of routes reads its body, calls `generate_texts` or `generate_chat` (chat_generation.py), and passes a
+`Renderer`, which writes the answer, to `respond`. Everything that can be refused is refused before the 200, in a stream
+too; a failure after it is the stream's last event.
 """
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from fastapi import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from fp8serve import logs
 from fp8serve.engine.output import RequestOutput
@@ -24,56 +23,128 @@ from fp8serve.server.access.limits import Visit
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.streams import EventStream, event, until_disconnect
 from fp8serve.server.parsing.request_parser import Ids, Prompt, RequestParser
-from fp8serve.server.schemas.messages import Ending, Message
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.admission import Places
-from fp8serve.server.serving.generation import Echo, Generation
+from fp8serve.server.serving.generation import Generation
 from fp8serve.server.serving.served import Served
 
 JsonObject = dict[str, Any]
 
 
 class GenerationBody(Protocol):
-    """The part of a body that the pipeline itself reads."""
+    """The part of a body that every route reads in the same way."""
 
     @property
     def model(self) -> str | None: ...
 
 
-@dataclass(frozen=True)
-class ParsedRequest:
-    """What a body asks for. Either `prompts` (texts or token ids) or `conversation` is given.
+# -- from a body to a generation ---------------------------------------------------------------------------------------
 
-    `sampling` makes the parameters from the number of tokens for which the longest prompt leaves room. `variables`: for
-    the chat template. `ending`: what the model is to write. `truncate`: how many tokens are kept of each prompt, the
-    last ones. `choices`: answers to each prompt. `tools`: the JSON schema of each tool's arguments, for an error about
-    a form that was made from them. `fitted` adapts these parameters to the served weights and the end of the
-    conversation, or refuses with a Fault. `echo`: whether prompts are a part of the answer.
+
+def model_for(body: GenerationBody, state: ServerState) -> Served:
+    """The weights that answer `body`. Fault: they generate no text, or the body holds more than this server allows."""
+    served = state.served(body.model, "generate")
+    try:
+        served.engine.limits.check_generates()
+    except RequestError as error:
+        raise Fault(Code.INVALID_PARAMETER, str(error), param="model") from None
+    state.parser.sizes(served.engine.limits.max_model_len).check(body)
+    return served
+
+
+@contextlib.contextmanager
+def reserve(served: Served, state: ServerState, choices: int, prompts: int = 1) -> Iterator[Places]:
+    """Holds the weights, and the places of `choices` answers to each prompt, before a prompt is read."""
+    limit = state.settings.limits.n
+    if choices > limit:
+        message = f"{choices} answers to a prompt are more than this server's limit of {limit}."
+        raise Fault(Code.INVALID_PARAMETER, message, param="n")
+    with served.lease(), served.admission.reserve(choices * prompts) as places:
+        yield places
+
+
+async def generate_texts(
+    served: Served,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    request: Request,
+    state: ServerState,
+    *,
+    choices: int = 1,
+    truncate: int | None = None,
+    echo: bool = False,
+) -> Generation:
+    """`choices` answers to each text or list of token ids. `truncate`: how many tokens are kept of each prompt, the
+    last ones. `echo`: whether prompts are a part of the answer.
     """
+    with reserve(served, state, choices, len(prompts)) as places:
+        ids = await until_disconnect(request, state.parser.prompts(served, prompts, truncate))
+        return await admit(served, ids, params, choices, places, request, state, echo=echo)
 
-    sampling: Callable[[int], SamplingParams]
-    prompts: Sequence[Prompt] = ()
-    conversation: list[Message] | None = None
-    variables: JsonObject = field(default_factory=dict)
-    ending: Ending = "prompted"
-    truncate: int | None = None
-    choices: int = 1
-    tools: dict[str, str] = field(default_factory=dict)
-    fitted: Callable[[Served, str, SamplingParams], SamplingParams] = lambda _served, _end, params: params
-    echo: bool = False
 
-    @property
-    def sequences(self) -> int:
-        """How many sequences the engine is to generate."""
-        return self.choices * (len(self.prompts) if self.conversation is None else 1)
+async def admit(
+    served: Served,
+    prompts: list[Ids],
+    params: SamplingParams,
+    choices: int,
+    places: Places,
+    request: Request,
+    state: ServerState,
+    *,
+    echo: bool = False,
+    tool_schemas: Mapping[str, str] | None = None,
+) -> Generation:
+    """Checks what remains to be checked, and counts the tokens for the tenant. `tool_schemas`: by the tool's name, for
+    an error about a schema of answers that was made from them.
+    """
+    _check_prompt_logprobs(prompts, params, choices, state.settings.limits.prompt_logprobs)
+    await until_disconnect(request, _check_schema(params, tool_schemas or {}, state.parser))
+    if params.logprobs is not None or params.prompt_logprobs is not None:
+        await until_disconnect(request, state.parser.need_token_texts(served))
+    echoes = state.parser.echoes(served, prompts, params.skip_special_tokens) if echo else None
+    texts = [] if echoes is None else await until_disconnect(request, echoes)
+    visit: Visit = request.scope["visit"]
+    visit.set_aside(sum(map(len, prompts)) + len(prompts) * choices * params.max_new_tokens)
+    generation = state.generation(served, prompts, params, places, choices, request.scope["tenant"], visit.usage)
+    generation.echoes = texts
+    return generation
 
+
+def _check_prompt_logprobs(prompts: list[Ids], params: SamplingParams, choices: int, limit: int) -> None:
+    """Fault when an answer would have more of them than the front can write without delaying other answers."""
+    if params.prompt_logprobs is None:
+        return
+    tokens, values = sum(map(len, prompts)) * choices, params.prompt_logprobs + 1
+    if tokens * values > limit:
+        message = (
+            f"The log-probabilities of {tokens} tokens of prompts, {values} for each token, are more than this "
+            f"server's limit of {limit} in one request."
+        )
+        hint = "Ask for fewer alternatives or answers, or divide the prompts among requests."
+        raise Fault(Code.INVALID_PARAMETER, message, hint=hint)
+
+
+async def _check_schema(params: SamplingParams, tool_schemas: Mapping[str, str], parser: RequestParser) -> None:
+    """Fault when no answer can satisfy the parameters; it names a tool if that tool's schema is the reason."""
+    try:
+        await parser.form(params.form)
+    except RequestError:
+        for name, schema in tool_schemas.items():
+            try:
+                await parser.form({"json_schema": schema})
+            except RequestError as error:
+                message = f"The arguments of {name} in tools cannot be held to their schema: {error}"
+                raise Fault(Code.INVALID_PARAMETER, message, param="tools") from None
+        raise
+
+
+# -- from a generation to an answer ------------------------------------------------------------------------------------
 
 New = TypeVar("New")
-Body = TypeVar("Body", bound=GenerationBody)
-Parse = Callable[[Body], ParsedRequest]
+Whole = TypeVar("Whole")
 
 
-class Renderer(ABC, Generic[New]):
+class Renderer(ABC, Generic[New, Whole]):
     """Writes the outputs of one generation in the shapes of one family.
 
     `add` takes outputs and returns what is new in them; `events` shows that at once, and `whole` shows
@@ -95,8 +166,8 @@ class Renderer(ABC, Generic[New]):
         """The events of a stream that show `new`, which `add` returned for the same output."""
 
     @abstractmethod
-    def whole(self) -> Any:
-        """The answer that is not streamed, as JSON."""
+    def whole(self) -> Whole:
+        """The answer that is not streamed."""
 
     @abstractmethod
     def failure(self, fault: Fault) -> JsonObject:
@@ -110,126 +181,28 @@ class Renderer(ABC, Generic[New]):
         """Events after the last output."""
         return ()
 
-    def headers(self) -> dict[str, str]:
-        """Further headers of an answer that is not streamed."""
-        return {}
-
     def encoded(self, item: JsonObject) -> bytes:
         """One event of a stream."""
         return event(item)
 
 
-Render = Callable[[Body, Generation, str], Renderer[Any]]
-"""A renderer for a body, its generation and the request's id."""
-
-
 async def respond(
-    body: Body, parse: Parse[Body], render: Render[Body], request: Request, state: ServerState, stream: bool
-) -> Response:
-    """The answer to `body`, as a stream of events or as a whole. Raises Fault and ClientGoneError."""
-    generation = await _admit(body, parse, request, state)
-    renderer = render(body, generation, request.scope["request_id"])
+    renderer: Renderer[Any, Whole], request: Request, state: ServerState, stream: bool | None
+) -> Response | Whole:
+    """The answer of a generation, as a stream of events or as a whole. Raises Fault and ClientGoneError."""
     if stream:
         return _stream(renderer, state)
-    return JSONResponse(await until_disconnect(request, _collect(renderer)), headers=renderer.headers())
+    return await until_disconnect(request, _collect(renderer))
 
 
-# -- from a body to a generation ---------------------------------------------------------------------------------------
-
-
-async def _admit(body: Body, parse: Parse[Body], request: Request, state: ServerState) -> Generation:
-    """Everything that can be refused happens here. The places are reserved before a prompt is read."""
-    served = state.served(body.model, "generate")
-    try:
-        served.engine.limits.check_generates()
-    except RequestError as error:
-        raise Fault(Code.INVALID_PARAMETER, str(error), param="model") from None
-    context = served.engine.limits.max_model_len
-    state.parser.sizes(context).check(body)
-    asked = parse(body)
-    with served.lease(), _reserve(asked, served, state) as places:
-        prompts, end = await until_disconnect(request, _read(asked, served, state.parser))
-        params = asked.fitted(served, end, asked.sampling(context - max(map(len, prompts))))
-        _check_prompt_logprobs(prompts, params, asked.choices, state.settings.limits.prompt_logprobs)
-        await until_disconnect(request, _check_form(asked, params, state.parser))
-        echoes = await until_disconnect(request, _texts_of(asked, prompts, params, served, state.parser))
-        visit: Visit = request.scope["visit"]
-        visit.set_aside(sum(map(len, prompts)) + asked.sequences * params.max_new_tokens)
-        who = request.scope["tenant"]
-        generation = state.generation(served, prompts, params, places, asked.choices, who, visit.usage)
-        generation.prompt_end, generation.echoes = end, echoes
-        return generation
-
-
-def _reserve(asked: ParsedRequest, served: Served, state: ServerState) -> Places:
-    limit = state.settings.limits.n
-    if asked.choices > limit:
-        message = f"{asked.choices} answers to a prompt are more than this server's limit of {limit}."
-        raise Fault(Code.INVALID_PARAMETER, message, param="n")
-    return served.admission.reserve(asked.sequences)
-
-
-async def _read(asked: ParsedRequest, served: Served, parser: RequestParser) -> tuple[list[Ids], str]:
-    """The prompts, and the text at the end of a conversation."""
-    if asked.conversation is not None:
-        ids, end = await parser.conversation(served, asked.conversation, asked.variables, asked.ending)
-        return [ids], end
-    return await parser.prompts(served, asked.prompts, asked.truncate), ""
-
-
-async def _texts_of(
-    asked: ParsedRequest, prompts: list[Ids], params: SamplingParams, served: Served, parser: RequestParser
-) -> list[Echo]:
-    """The prompts' texts if the answer has them; and sees to the texts of tokens if it has log-probabilities."""
-    if params.logprobs is not None or params.prompt_logprobs is not None:
-        await parser.need_token_texts(served)
-    return await parser.echoes(served, prompts, params.skip_special_tokens) if asked.echo else []
-
-
-def _check_prompt_logprobs(prompts: list[Ids], params: SamplingParams, choices: int, limit: int) -> None:
-    """Fault when an answer would have more of them than the front can write without delaying other answers."""
-    if params.prompt_logprobs is None:
-        return
-    tokens, values = sum(map(len, prompts)) * choices, params.prompt_logprobs + 1
-    if tokens * values > limit:
-        message = (
-            f"The log-probabilities of {tokens} tokens of prompts, {values} for each token, are more than this "
-            f"server's limit of {limit} in one request."
-        )
-        hint = "Ask for fewer alternatives or answers, or divide the prompts among requests."
-        raise Fault(Code.INVALID_PARAMETER, message, hint=hint)
-
-
-async def _check_form(asked: ParsedRequest, params: SamplingParams, parser: RequestParser) -> None:
-    """Fault when answers cannot have the form that the parameters ask for; it names a tool if its schema is the
-    reason."""
-    try:
-        await parser.form(params.form)
-    except RequestError:
-        for name, schema in asked.tools.items():
-            await _check_tool(name, schema, parser)
-        raise
-
-
-async def _check_tool(name: str, schema: str, parser: RequestParser) -> None:
-    try:
-        await parser.form({"json_schema": schema})
-    except RequestError as error:
-        message = f"The arguments of {name} in tools cannot be held to their schema: {error}"
-        raise Fault(Code.INVALID_PARAMETER, message, param="tools") from None
-
-
-# -- from a generation to an answer ------------------------------------------------------------------------------------
-
-
-async def _collect(renderer: Renderer[Any]) -> Any:
+async def _collect(renderer: Renderer[Any, Whole]) -> Whole:
     async with contextlib.aclosing(renderer.generation.outputs()) as outputs:
         async for index, output in outputs:
             renderer.add(index, output)
     return renderer.whole()
 
 
-def _stream(renderer: Renderer[Any], state: ServerState) -> EventStream:
+def _stream(renderer: Renderer[Any, Any], state: ServerState) -> EventStream:
     generation = renderer.generation
     try:
         state.streams.enter()
@@ -244,7 +217,7 @@ def _stream(renderer: Renderer[Any], state: ServerState) -> EventStream:
     return EventStream(_encoded(renderer), state.settings.limits.keep_alive_seconds, close)
 
 
-async def _encoded(renderer: Renderer[Any]) -> AsyncGenerator[bytes, None]:
+async def _encoded(renderer: Renderer[Any, Any]) -> AsyncGenerator[bytes, None]:
     try:
         async with contextlib.aclosing(_events(renderer)) as events:
             async for item in events:
@@ -256,7 +229,7 @@ async def _encoded(renderer: Renderer[Any]) -> AsyncGenerator[bytes, None]:
         yield renderer.END
 
 
-async def _events(renderer: Renderer[Any]) -> AsyncGenerator[JsonObject, None]:
+async def _events(renderer: Renderer[Any, Any]) -> AsyncGenerator[JsonObject, None]:
     for item in renderer.opening():
         yield item
     async with contextlib.aclosing(renderer.generation.outputs()) as outputs:

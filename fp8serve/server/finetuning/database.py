@@ -15,7 +15,7 @@ from typing import Any
 from fp8serve.errors import MachineError
 from fp8serve.server.faults import disk_fault
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 SCHEMA = """
 CREATE TABLE jobs (
     id TEXT PRIMARY KEY, number INTEGER UNIQUE, created_at INTEGER NOT NULL, started_at INTEGER, finished_at INTEGER,
@@ -33,9 +33,24 @@ CREATE TABLE files (
     bytes INTEGER NOT NULL, sha256 TEXT NOT NULL, purpose TEXT NOT NULL);
 CREATE TABLE idempotency (key TEXT PRIMARY KEY, created_at INTEGER NOT NULL, request TEXT NOT NULL, job TEXT NOT NULL);
 CREATE TABLE activated (base TEXT PRIMARY KEY, source TEXT NOT NULL, at INTEGER NOT NULL);
+CREATE TABLE activated_adapters (model TEXT NOT NULL, job TEXT NOT NULL, PRIMARY KEY (model, job));
 """
-FROM_1 = "ALTER TABLE jobs ADD COLUMN pause_requested INTEGER NOT NULL DEFAULT 0;"
-"""Turns the first layout into the second."""
+MIGRATIONS = {
+    1: "ALTER TABLE jobs ADD COLUMN pause_requested INTEGER NOT NULL DEFAULT 0;",
+    2: """
+CREATE TABLE activated_adapters (model TEXT NOT NULL, job TEXT NOT NULL, PRIMARY KEY (model, job));
+INSERT INTO activated_adapters
+    WITH RECURSIVE split(model, job, rest) AS (
+        SELECT substr(base, length('adapters of ') + 1), '', source || ',' FROM activated
+        WHERE base LIKE 'adapters of %'
+        UNION ALL
+        SELECT model, substr(rest, 1, instr(rest, ',') - 1), substr(rest, instr(rest, ',') + 1) FROM split
+        WHERE rest != '')
+    SELECT model, job FROM split WHERE job != '';
+DELETE FROM activated WHERE base LIKE 'adapters of %';
+""",
+}
+"""What turns each earlier layout into the next. The second kept adapters as a list in one column of `activated`."""
 
 
 class Database:
@@ -64,10 +79,9 @@ class Database:
         self._db.execute("PRAGMA synchronous=FULL")
         self._db.execute("PRAGMA foreign_keys=ON")
         version = self._db.execute("PRAGMA user_version").fetchone()[0]
-        if version == 0:
-            self._db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
-        elif version == 1:
-            self._db.executescript(f"BEGIN IMMEDIATE; {FROM_1} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
+        if version < SCHEMA_VERSION:
+            steps = [SCHEMA] if version == 0 else [MIGRATIONS[number] for number in range(version, SCHEMA_VERSION)]
+            self._db.executescript(f"BEGIN IMMEDIATE; {''.join(steps)} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
         elif version != SCHEMA_VERSION:
             self._db.close()
             raise MachineError(

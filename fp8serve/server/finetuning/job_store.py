@@ -323,6 +323,20 @@ class JobStore:
         with self._write() as db:
             db.execute("INSERT OR REPLACE INTO activated VALUES (?, ?, ?)", (base, source, int(time.time())))
 
+    def activated_adapters(self, model: str) -> list[str]:
+        """The jobs, or checkpoints of jobs, whose adapters are loaded beside a model when it starts."""
+        return [
+            row[0] for row in self._rows("SELECT job FROM activated_adapters WHERE model = ? ORDER BY rowid", model)
+        ]
+
+    def add_activated_adapter(self, model: str, job: str) -> None:
+        with self._write() as db:
+            db.execute("INSERT OR REPLACE INTO activated_adapters VALUES (?, ?)", (model, job))
+
+    def remove_activated_adapter(self, model: str, job: str) -> None:
+        with self._write() as db:
+            db.execute("DELETE FROM activated_adapters WHERE model = ? AND job = ?", (model, job))
+
 
 _ENDED = {"succeeded": "succeeded", "failed": "failed", "cancelled": "was cancelled"}
 
@@ -332,8 +346,9 @@ def _needed(db: sqlite3.Connection, job: Job) -> str | None:
     status = db.execute("SELECT status FROM jobs WHERE id = ?", (job.id,)).fetchone()[0]
     if status not in FINAL:
         return f"The job has not ended, it is {status}; cancel it first."
-    below, beside = f"{job.id}:%", f"%{job.id}%"
-    if db.execute("SELECT 1 FROM activated WHERE source LIKE ?", (beside,)).fetchone():
+    below = f"{job.id}:%"
+    served = "SELECT source FROM activated UNION SELECT job FROM activated_adapters"
+    if db.execute(f"SELECT 1 FROM ({served}) WHERE source = ? OR source LIKE ?", (job.id, below)).fetchone():
         return "The job's result was activated and is served when the server starts again; activate another first."
     users = "id != ? AND (source = ? OR source LIKE ?)"
     rows = db.execute(f"SELECT * FROM jobs WHERE {users}", (job.id, job.id, below)).fetchall()

@@ -6,7 +6,9 @@ puts the directory in place, whole or not at all (model/rolled.py). It goes on i
 
 import asyncio
 import json
+import logging
 import tempfile
+import time
 from asyncio.subprocess import DEVNULL, PIPE
 from pathlib import Path
 
@@ -14,7 +16,9 @@ from fp8serve.errors import Fp8ServeError, MachineError, RequestError, TakenErro
 from fp8serve.processes import module_command
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.serving.served import Served
+from fp8serve.server.serving.served_model import ServedModel
 
+log = logging.getLogger("fp8serve.server")
 COMMAND = module_command("fp8serve.model.rolled")
 
 
@@ -25,9 +29,13 @@ class RolledScales:
         self._work = work
         self._saving = asyncio.Lock()
 
-    async def save(self, served: Served, out: Path) -> int:
-        """Writes `out`; returns how many scales follow the traffic. Fault: none does, or `out` exists or cannot be
-        written."""
+    async def save(self, model: ServedModel, name: str | None) -> tuple[str, int]:
+        """Writes what `model` serves, with its scales as they are now, beside the directory that it was first made of;
+        returns the new directory's name, and how many scales follow the traffic. Fault: none does, or the directory
+        exists or cannot be written.
+        """
+        served, home = model.resolve(), model.home.directory.resolve()
+        out = home.parent / (name or f"{home.name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}")
         if self._saving.locked():
             raise Fault(Code.ALIAS_BUSY, "Scales are being saved already.", hint="Try again when that is done.")
         async with self._saving:
@@ -35,7 +43,8 @@ class RolledScales:
                 moved = Path(folder) / "moved.safetensors"
                 count = await self._moved(served, moved)
                 await self._write(served, out, moved)
-        return count
+        log.info("saved %d scales as they are now, with their weights, to %s", count, out)
+        return out.name, count
 
     async def _moved(self, served: Served, path: Path) -> int:
         try:
@@ -52,15 +61,15 @@ class RolledScales:
             *COMMAND, str(source.directory), str(out), str(moved), *scales, stdin=DEVNULL, stdout=PIPE,
             start_new_session=True,
         )  # fmt: skip
-        said, _ = await process.communicate()
+        output, _ = await process.communicate()
         if process.returncode:
-            raise _fault(said.decode(errors="replace").strip().splitlines())
+            raise _fault(output.decode(errors="replace").strip().splitlines())
 
 
-def _fault(said: list[str]) -> Fault:
+def _fault(lines: list[str]) -> Fault:
     """The process's error as a fault."""
     try:
-        answer = json.loads(said[-1])
+        answer = json.loads(lines[-1])
         error, message = str(answer["error"]), str(answer["message"])
     except (IndexError, ValueError, TypeError, KeyError):
         return Fault(Code.INTERNAL, "The process that saves scales failed; the server's log says how.")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fp8serve.server.api.native.generation_requests import sampling
+from fp8serve.server.api.native.generation_routes import sampling
 from fp8serve.server.parsing import parser_process
 from fp8serve.server.schemas.generation_bodies import GenerateParameters
 from fp8serve.server.schemas.openai_bodies import ChatBody, CompletionBody

@@ -9,7 +9,7 @@ import pytest
 
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.request import Request
-from fp8serve.server.api.anthropic.message_requests import chat_of
+from fp8serve.server.api.anthropic_messages import chat_of
 from fp8serve.server.schemas.anthropic_bodies import MessagesBody
 from fp8serve.server.schemas.messages import plain_messages
 from tests.server.api.talking import CALL, WEATHER, echo

@@ -10,7 +10,7 @@ import pytest
 from fp8serve.engine.output import RequestOutput, TokenLogprob
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
-from fp8serve.server.api.chat.chat_request import template_variables
+from fp8serve.server.api.chat_generation import template_variables
 from fp8serve.server.schemas.openai_bodies import ChatBody
 from fp8serve.server.settings import ServerLimits
 from tests.server.conftest import Server, Start

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from fp8serve.server.api.chat.chat_request import template_variables
-from fp8serve.server.api.items.response_requests import chat_of
-from fp8serve.server.schemas.item_answers import ItemResponse
+from fp8serve.server.api.chat_generation import template_variables
+from fp8serve.server.api.responses import ItemResponse, chat_of
 from fp8serve.server.schemas.item_bodies import ResponsesBody
 from fp8serve.server.schemas.messages import plain_messages
 from tests.server.api.talking import CALL, WEATHER, echo

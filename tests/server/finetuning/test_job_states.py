@@ -139,10 +139,39 @@ def test_a_table_of_the_first_layout_is_brought_up_to_date(tmp_path: Path) -> No
     store.create(new, "old", WAITING)
     store.close()
     with closing(sqlite3.connect(path)) as db:
-        db.executescript("ALTER TABLE jobs DROP COLUMN pause_requested; PRAGMA user_version=1;")
+        db.executescript(
+            "ALTER TABLE jobs DROP COLUMN pause_requested; DROP TABLE activated_adapters; PRAGMA user_version=1;"
+        )
     store = JobStore(path)
     store.create(new, "new", WAITING)
     assert [store.request_pause(job_id).status for job_id in ("old", "new")] == ["paused", "paused"]
+    store.close()
+
+
+SECOND_LAYOUT = """
+INSERT INTO activated VALUES ('/models/a', 'ftjob-1', 1), ('small=/models/b', 'base', 1);
+INSERT INTO activated VALUES ('adapters of /models/a', 'ftjob-2,ftjob-3:ckpt-step-5', 1);
+INSERT INTO activated VALUES ('adapters of small=/models/b', 'ftjob-2', 1), ('adapters of /models/c', '', 1);
+DROP TABLE activated_adapters; PRAGMA user_version=2;
+"""
+
+
+def test_a_table_of_the_second_layout_keeps_its_activated_adapters(tmp_path: Path) -> None:
+    """Which kept them as a list in one column of the table `activated`."""
+    path = tmp_path / "jobs.db"
+    JobStore(path).close()
+    with closing(sqlite3.connect(path)) as db:
+        db.executescript(SECOND_LAYOUT)
+    store = JobStore(path)
+    models = ("/models/a", "small=/models/b", "/models/c")
+    adapters = [["ftjob-2", "ftjob-3:ckpt-step-5"], ["ftjob-2"], []]
+    assert [store.activated_adapters(model) for model in models] == adapters
+    assert [store.activated(model) for model in models] == ["ftjob-1", "base", None]
+    store.add_activated_adapter("/models/c", "ftjob-2")
+    store.remove_activated_adapter("/models/a", "ftjob-2")
+    store.close()
+    store = JobStore(path)
+    assert [store.activated_adapters(model) for model in models] == [["ftjob-3:ckpt-step-5"], ["ftjob-2"], ["ftjob-2"]]
     store.close()
 
 
@@ -155,7 +184,7 @@ def test_a_table_of_another_layout_is_named_and_left_alone(tmp_path: Path) -> No
     with closing(sqlite3.connect(table)) as newer:
         newer.execute("PRAGMA user_version=9")
     with pytest.raises(
-        MachineError, match="has layout 9, and this fp8serve reads layout 2: start the version that wrote it"
+        MachineError, match="has layout 9, and this fp8serve reads layout 3: start the version that wrote it"
     ):
         JobStore(table)
     with closing(sqlite3.connect(table)) as kept:

@@ -14,14 +14,48 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+
+from typing_extensions import TypedDict
 
 from fp8serve.engine.output import RequestOutput, TokenLogprob
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.model.text.tokenizer_facts import TokenizerFacts
-from fp8serve.server.api.wire import finite
+from fp8serve.server.api.wire import Answer, JsonObject, closed, finite
 
-JsonObject = dict[str, Any]
+
+class TextLogprobs(Answer):
+    tokens: list[str]
+    token_logprobs: list[float | None]  # null for the first token of an echoed prompt
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+@closed
+class PromptLogprob(TypedDict):
+    logprob: float
+    rank: int | None  # null if it is not among the requested alternatives
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""By token id, for each place of a prompt; null for the first. Present when the request asks for it."""
+
+
+@closed
+class TopLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+@closed
+class ChatLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Answer):
+    content: list[ChatLogprob]
+    refusal: None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +110,10 @@ class LogprobStream:
 
 
 def placed_prompt(
-    first: int, found: Sequence[TokenLogprob], lengths: Sequence[int], hidden: Collection[int]
+    first: int, logprobs: Sequence[TokenLogprob], lengths: Sequence[int], hidden: Collection[int]
 ) -> list[Placed]:
     """A prompt's tokens, of which the first has no log-probability; `lengths`: how much text each makes certain."""
-    items = (TokenLogprob(first, 0.0), *found)
+    items = (TokenLogprob(first, 0.0), *logprobs)
     offsets = accumulate(lengths, initial=0)
     return [
         Placed(item, offset, item.token_id not in hidden, offset == 0, known=number > 0)
@@ -87,9 +121,9 @@ def placed_prompt(
     ]
 
 
-def prompt_table(found: Sequence[TokenLogprob], top: int, tokenizer: TokenizerFacts) -> list[JsonObject | None]:
+def prompt_table(logprobs: Sequence[TokenLogprob], top: int, tokenizer: TokenizerFacts) -> list[JsonObject | None]:
     """vLLM's `prompt_logprobs`: for each place, its token and the `top` best ones, by token id."""
-    return [None, *(_by_id(item, top, tokenizer) for item in found)]
+    return [None, *(_by_id(item, top, tokenizer) for item in logprobs)]
 
 
 def _by_id(item: TokenLogprob, top: int, tokenizer: TokenizerFacts) -> JsonObject:
@@ -117,11 +151,11 @@ def text_logprobs(placed: list[Placed], tokenizer: TokenizerFacts) -> JsonObject
 
 
 def _by_text(placed: Placed, tokenizer: TokenizerFacts) -> dict[str, float]:
-    found: dict[str, float] = {}
+    by_text: dict[str, float] = {}
     for token_id, logprob in placed.item.top:  # in descending order of probability
         name = _name(tokenizer, token_id, placed)
-        found[f"token_id:{token_id}" if name in found else name] = finite(logprob)
-    return found
+        by_text[f"token_id:{token_id}" if name in by_text else name] = finite(logprob)
+    return by_text
 
 
 def chat_logprobs(placed: list[Placed], tokenizer: TokenizerFacts) -> JsonObject:

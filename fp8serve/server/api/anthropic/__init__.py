@@ -1,1 +1,0 @@
-"""Anthropic's wire: `/v1/messages`."""

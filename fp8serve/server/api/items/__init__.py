@@ -1,1 +1,0 @@
-"""OpenAI's newer wire: `/v1/responses`."""
