@@ -35,6 +35,7 @@ from fp8serve.terminal import MODEL
 
 @with_options()
 def command(
+    context: typer.Context,
     settings: Chosen[Settings],
     model: Annotated[str | None, MODEL] = None,
     fd: Annotated[
@@ -55,6 +56,11 @@ def command(
         ),
     ] = None,
 ) -> None:
+    if context.args:
+        raise typer.BadParameter(
+            f"{context.args[0]!r} belongs to no option; repeat an option for each of its values: "
+            "--served-model-name A --served-model-name B."
+        )
     with ends_when_asked():
         secret = find_key(settings.values.get("api_key"), api_key_file)
         models = models_of(model, settings.values) | adapters_of(settings.values)
