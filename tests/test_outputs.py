@@ -48,7 +48,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(
     def work(*_: object, **__: object) -> Any:
         raise AssertionError("the work began")
 
-    for place in ("fp8serve.calibration.pipeline._load", "fp8serve.calibration.evaluate.evaluate",
+    for place in ("fp8serve.calibration.pipeline._text_job", "fp8serve.calibration.evaluate.evaluate",
                   "fp8serve.train.trainer._Run", "fp8serve.model.merging.read_adapter"):  # fmt: skip
         monkeypatch.setattr(place, work)
     before = sorted(model.parent.rglob("*"))
