@@ -1,6 +1,5 @@
 """Options that a calibration or an evaluation refuses before a weight is read, and the lengths of sequences."""
 
-import math
 from pathlib import Path
 
 import torch
@@ -54,8 +53,7 @@ def check_encoder_options(options: CalibrationOptions) -> None:
 
 def check_room(source: Path, out: Path) -> None:
     """MachineError: the disk of `out` has less room than one byte for each weight of `source`."""
-    checkpoint = open_checkpoint(source)
-    check_writable(out, sum(math.prod(shape) for shape in checkpoint.shapes.values()))
+    check_writable(out, open_checkpoint(source).num_weights)
 
 
 def quantized_notes(source: Path, *, scales_only: bool = False) -> tuple[str, ...]:

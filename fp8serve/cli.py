@@ -50,7 +50,9 @@ COMMANDS: dict[str, Any] = {
     "convert": convert, "inspect": inspect, "verify": verify, "doctor": doctor, "demo": demo,
 }  # fmt: skip
 for name, module in COMMANDS.items():
-    app.command(name, help=module.__doc__)(module.command)
+    # serve says itself what to do about the values of an option in a row, as vLLM takes them
+    settings = {"allow_extra_args": True} if module is serve else None
+    app.command(name, help=module.__doc__, context_settings=settings)(module.command)
 for group, inner in {"models": models.app, "jobs": jobs.app, "key": key.app, "bench": bench.app}.items():
     app.add_typer(inner, name=group)
 

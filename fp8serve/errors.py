@@ -48,6 +48,13 @@ def json_fault(error: Exception, *, located: bool = True) -> str:
     return f"{fault} at {line}character {error.colno}"
 
 
+def os_reason(error: OSError | UnicodeError) -> str:
+    """Why a file cannot be read or written, without the number and the path that Python adds."""
+    if isinstance(error, UnicodeError):
+        return "it is not UTF-8 text"
+    return one_line(error.strerror or error)
+
+
 def shown(value: object) -> str:
     """`value` as a sentence quotes it: its repr, or null, true and false as JSON writes them, shortened to its
     beginning if it is long."""

@@ -19,7 +19,7 @@ import torch.distributed.nn  # before there is a group: as a default argument, i
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from fp8serve.errors import Fp8ServeError, GroupError, MachineError
+from fp8serve.errors import Fp8ServeError, GroupError, MachineError, one_line
 from fp8serve.fp8.torch_private import forget_shardings
 
 T = TypeVar("T")
@@ -172,5 +172,7 @@ def _joined(device: str) -> Ranks:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
         dist.all_reduce(torch.zeros(()))
     except RuntimeError as error:
-        raise GroupError(f"The processes that torchrun started could not connect: {error}") from error
+        raise GroupError(
+            f"The processes that torchrun started could not connect; torch says: {one_line(error)}."
+        ) from error
     return Ranks(dist.get_rank(), dist.get_world_size())

@@ -240,3 +240,8 @@ def test_a_mistyped_model_gets_a_suggestion(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(ModelError) as refused:
             find_model(name)
         assert "Did you mean" not in str(refused.value)
+
+
+def test_several_values_behind_one_option_are_answered_with_the_right_form(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "model", "--served-model-name", "a", "b"]) == 2
+    assert "'b' belongs to no option; repeat an option for each of its values: --served" in capsys.readouterr().err

@@ -46,7 +46,7 @@ class Oven:
     ("values", "sentence"),
     [
         ({"heat": 0}, "heat must be greater than 0, not 0."),
-        ({"heat": True}, "heat must be a number, not True."),
+        ({"heat": True}, "heat must be a number, not true."),
         ({"heat": float("nan")}, "heat must be a finite number, not nan."),
         ({"trays": 1.0}, "trays must be a whole number, not 1.0."),
         ({"cakes": ["a", ""]}, "cakes[1] must have at least 1 character, not ''."),

@@ -48,7 +48,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(
     def work(*_: object, **__: object) -> Any:
         raise AssertionError("the work began")
 
-    for place in ("fp8serve.calibration.pipeline._load", "fp8serve.calibration.evaluate.evaluate",
+    for place in ("fp8serve.calibration.pipeline._text_job", "fp8serve.calibration.evaluate.evaluate",
                   "fp8serve.train.trainer._Run", "fp8serve.model.merging.read_adapter"):  # fmt: skip
         monkeypatch.setattr(place, work)
     before = sorted(model.parent.rglob("*"))
@@ -72,6 +72,26 @@ def test_a_full_disk_is_noticed_before_the_work(model: Path, tmp_path: Path, mon
         calibrate(model, out=tmp_path / "out")
     check_writable(tmp_path / "out", 1000)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["finetune", "convert", "gguf"])
+def test_every_command_that_writes_a_model_compares_the_room(
+    command: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (data := tmp_path / "rows.txt").write_text("some text to learn " * 100)
+    options = "--samples 4 --seq-len 16 --generated-samples 0"
+    if command == "convert":
+        assert main(f"calibrate {model} --out {tmp_path / 'fp8'} {options}".split()) == 0
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: Usage(10, 10, 1000))
+    line = {
+        "finetune": f"finetune {model} --data {data} --out {tmp_path / 'run'} --max-steps 1 --seq-len 16",
+        "convert": f"convert {tmp_path / 'fp8'} --out {tmp_path / 'out'} --format modelopt",
+        "gguf": f"convert {model} --out {tmp_path / 'out.gguf'} --format gguf",
+    }[command]
+    assert main(line.split()) == 1
+    assert "takes at least 0.0 GiB, and its disk has 0.0 GiB left" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob("run/checkpoints/*"))
 
 
 def test_places_that_can_be_written_are_left_as_they_were(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve.bench.options import DEFAULT_OUTPUT, Load
-from fp8serve.errors import DataError, JobError
+from fp8serve.errors import DataError, JobError, os_reason
 
 SHORTEST, LONGEST_PROMPT, LONGEST = 4, 1024, 2048  # tokens, as vLLM has them
 
@@ -49,7 +49,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
-        raise DataError(f"{path} cannot be read: {problem}.") from None
+        raise DataError(f"{path} cannot be read: {os_reason(problem)}.") from None
 
 
 def _lines(path: Path, load: Load) -> Iterator[Prompt]:

@@ -26,7 +26,7 @@ import typer
 
 from fp8serve.commands.from_options import Chosen, pairs, with_options
 from fp8serve.ending import ends_when_asked
-from fp8serve.errors import MachineError, RequestError, shown
+from fp8serve.errors import MachineError, RequestError, os_reason, shown
 from fp8serve.options import options_of
 from fp8serve.server.named_models import NamedAdapter, NamedModel
 from fp8serve.server.settings import KEY_VARIABLE, ServerLimits, Settings
@@ -35,6 +35,7 @@ from fp8serve.terminal import MODEL
 
 @with_options()
 def command(
+    context: typer.Context,
     settings: Chosen[Settings],
     model: Annotated[str | None, MODEL] = None,
     fd: Annotated[
@@ -55,6 +56,11 @@ def command(
         ),
     ] = None,
 ) -> None:
+    if context.args:
+        raise typer.BadParameter(
+            f"{context.args[0]!r} belongs to no option; repeat an option for each of its values: "
+            "--served-model-name A --served-model-name B."
+        )
     with ends_when_asked():
         secret = find_key(settings.values.get("api_key"), api_key_file)
         models = models_of(model, settings.values) | adapters_of(settings.values)
@@ -117,7 +123,7 @@ def find_key(key: str | None, file: Path | None) -> str | None:
     try:
         lines = file.read_text(encoding="utf-8").strip().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise MachineError(f"The key file {file} cannot be read: {error}.") from None
+        raise MachineError(f"The key file {file} cannot be read: {os_reason(error)}.") from None
     if len(lines) != 1:
         raise MachineError(f"The key file {file} must hold one line, the key, and has {len(lines)}.")
     return lines[0]

@@ -90,7 +90,7 @@ def read(path: Path, fingerprint: str, like: Mapping[str, Tensor]) -> Prefixes:
             raise ModelError("which another version wrote, or an engine of other weights, scales or options")
         tensors = load_tensors(path)
     except (SafetensorError, UnicodeDecodeError) as problem:
-        raise ModelError(f"which is damaged ({problem})") from None
+        raise ModelError("which is damaged") from problem
     named = entries.get("hashes")
     blocks = named.shape[0] if named is not None and named.shape else 0
     shapes = {name: ((t.size(0), blocks, *t.shape[2:]), t.dtype) for name, t in like.items()}

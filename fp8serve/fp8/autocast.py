@@ -19,6 +19,7 @@ The process group is the default one unless the caller names another or sets `re
 context is entered, because a decorator is often made before the process group.
 """
 
+import sys
 import threading
 import warnings
 from contextlib import ContextDecorator
@@ -163,8 +164,17 @@ def _end_step(failed: bool, recording: bool) -> None:
             f"{count} FP8 layer{'s were' if count > 1 else ' was'} evaluated under delayed scaling with scale 1, for "
             "want of an amax history: small values became zero. Train or calibrate the model first, load the scaling "
             "states of the trained one (they are in its state_dict, not among its parameters), or use another recipe.",
-            stacklevel=3,
+            stacklevel=_levels_to_caller(),
         )
+
+
+def _levels_to_caller() -> int:
+    """The stacklevel of a warning of the function that calls this one, for the line outside of this module and of the
+    two of contexts, through which a decorator leaves its context."""
+    inside, frame, level = {__name__, "contextlib", "torch.utils._contextlib"}, sys._getframe(1), 1
+    while frame.f_globals.get("__name__") in inside and frame.f_back is not None:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def entered() -> bool:

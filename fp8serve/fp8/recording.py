@@ -12,7 +12,7 @@ from fp8serve.fp8.ops import implement
 from fp8serve.fp8.scaling import Direction, Scaled
 from fp8serve.fp8.session import MODULES, RULES, Rule
 from fp8serve.fp8.steps import backward_step
-from fp8serve.fp8.torch_private import constant_in_graphs
+from fp8serve.fp8.torch_private import constant_in_graphs, is_checkpointed_forward
 
 
 def prepare(module: Scaled, number: int, rule: Rule | None, length: int, recording: bool) -> None:
@@ -37,6 +37,8 @@ def _prepare(module: Scaled, rule: Rule, length: int, recording: bool) -> None:
     rule.check(module)
     module.prepare(length)
     if not (recording or module.is_evaluated):
+        if is_checkpointed_forward():  # the backward pass runs the layer again, and records then
+            return
         module.is_evaluated = True
         if not _has_history(module):
             step().without_history.append(module)

@@ -81,6 +81,17 @@ def when_backward_ends(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+def is_checkpointed_forward() -> bool:
+    """Whether a reentrant checkpoint is running its function for the first time, without gradients."""
+    checkpoint = sys.modules.get("torch.utils.checkpoint")
+    if checkpoint is None or torch.is_grad_enabled():
+        return False
+    code, frame = checkpoint.CheckpointFunction.forward.__code__, sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
 def saves_with_hooks() -> bool:
     """Whether any hook is in force for the tensors that autograd saves; cheap."""
     autograd: Any = torch._C._autograd

@@ -39,6 +39,7 @@ from fp8serve.model.storage.files import (
     MAX_CARRIED_BYTES,
     as_json,
     check_absent,
+    check_writable,
     read_file,
     read_json,
     whole_directory,
@@ -99,6 +100,7 @@ def write_hf_directory(
     turned = transposed_linears(skeleton(parse_any_config(config)))
     plain = (_plain(name, shape, weights, dtype) for name, shape in _shapes(config).items())
     items = [_turned(item) if item.owner in turned else item for item in plain]
+    check_writable(Path(out), sum(item.size for item in items))
     with whole_directory(Path(out)) as folder:
         _write_common(folder, dict(config), items, carry_from, max_shard_bytes)
         _write_extra(folder, extra_files)
@@ -140,8 +142,10 @@ def write_calibrated(
     files = quantization_files(format, writer.recipe, bool(writer.kv), plain, specs)
     config["quantization_config"] = files.pop("quantization_config")
     origin = "" if weights is not None else fingerprint(source)
+    items = list(writer.items())
+    check_writable(out, sum(item.size for item in items))
     with whole_directory(out) as folder:
-        _write_common(folder, config, list(writer.items()), source, max_shard_bytes)
+        _write_common(folder, config, items, source, max_shard_bytes)
         for name, content in files.items():
             write_json(folder / name, content)
         if scales.tensors:

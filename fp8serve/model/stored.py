@@ -4,6 +4,7 @@ Every tensor in the files must be a parameter of the architecture with its shape
 left-overs; every parameter must be there. Opening reads only headers, and a head that should equal the embedding.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -198,6 +199,11 @@ class Checkpoint(Mapping[str, Tensor]):
     def has_scales(self) -> bool:
         """Whether it is served as stored: in FP8, or by its file of scales, or in high precision."""
         return bool(self.fp8_linears) or self.runs_in_high_precision or present(self.path / FILE_NAME)
+
+    @property
+    def num_weights(self) -> int:
+        """The elements of all parameters."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
 
     def check_scales(self) -> None:
         """ModelError: the scales of a tensor that is stored in FP8 cannot be used. Reads all scales and no weight."""

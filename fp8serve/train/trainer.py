@@ -39,6 +39,7 @@ import torch
 
 from fp8serve.errors import JobError
 from fp8serve.model.storage.files import check_writable, take_lock
+from fp8serve.model.stored import open_checkpoint
 from fp8serve.ranks import ALONE, Ranks
 from fp8serve.train import checkpoint, events, fallback
 from fp8serve.train.beginning import begin
@@ -170,6 +171,8 @@ class _Run:
         latest, config = self.saving.latest, fallback.attempt(asked, returns)
         for tried in fallback.attempts(asked) if asked.on_divergence == "return" else ():
             check_format(tried)
+        if latest is None and not config.lora_rank:  # a checkpoint has all weights in FP32, and the result in FP8
+            check_writable(Path(config.out), 5 * open_checkpoint(config.model).num_weights)
         setup = prepare(config, latest or Path(config.model), on_event, ranks)
         identity = identity_of(asked, setup.data_fingerprint, latest)
         course = Course(asked, config, ranks, on_event, setup, identity, Progress(returns=returns))

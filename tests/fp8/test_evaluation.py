@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
 
 from fp8serve import DelayedScaling, DotProductAttention, Float8CurrentScaling, autocast, convert, scaling_state
 from fp8serve.fp8.recipe import Recipe
@@ -163,3 +164,34 @@ def test_a_failed_evaluation_is_announced_when_it_is_repeated() -> None:
         fail()
     with pytest.raises(UserWarning, match="2 FP8 layers"):
         evaluate(module)
+
+
+def test_the_first_pass_of_a_reentrant_checkpoint_is_not_an_evaluation() -> None:
+    """It runs without gradients; the backward pass repeats it and records."""
+    module = model()
+    for _ in range(2):
+        with autocast(recipe=SHORT):
+            out = checkpoint(module, torch.randn(4, 16, requires_grad=True), use_reentrant=True)
+            out.sum().backward()
+    assert scaling_state(module[0])["input"].steps > 0  # type: ignore[index]
+    fresh = model()
+    with torch.no_grad(), pytest.warns(UserWarning, match="2 FP8 layers"), autocast(recipe=SHORT):
+        fresh(torch.ones(4, 16))
+
+
+def test_an_announcement_names_the_line_that_calls_a_decorated_function() -> None:
+    module = model()
+
+    @torch.no_grad()
+    @autocast(recipe=SHORT)
+    def decorated() -> Tensor:
+        out: Tensor = module(torch.ones(4, 16))
+        return out
+
+    with pytest.warns(UserWarning, match="2 FP8 layers") as seen:
+        decorated()
+    assert "contextlib" not in seen[0].filename
+    other = model()
+    with pytest.warns(UserWarning, match="2 FP8 layers") as seen:
+        autocast(recipe=SHORT)(lambda: torch.no_grad()(other)(torch.ones(4, 16)))()
+    assert seen[0].filename == __file__

@@ -145,7 +145,7 @@ def write_gguf(source: Path | str, out: Path | str, weight_type: WeightType = "B
         raise ModelError(f"{out} exists; choose another output file or remove it first.")
     if not out.absolute().parent.is_dir():
         raise MachineError(f"{out} cannot be written: there is no directory {out.parent}.")
-    check_writable(out)
+    check_writable(out, checkpoint.num_weights)
     arch = _arch(checkpoint)
     keys = _sizes(checkpoint.config, arch) | _scaling(checkpoint, arch) | vocabulary_keys(checkpoint)
     temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}")

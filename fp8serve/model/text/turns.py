@@ -292,7 +292,8 @@ class _Turns:
         if asked is None or not alike:
             raise RequestError(
                 f"The model's chat template does not begin message {number}, which calls tools, with its generation "
-                "prompt, so what the assistant wrote cannot be told; put {% generation %} blocks into the template."
+                "prompt, so that a request would not continue as the row does; put {% generation %} blocks into the "
+                "template, or use rows of `prompt` and `completion`."
             )
         end = self._end.search(alike)
         return begin + len(asked), view.pieces[last].end + (end.end() if end else len(alike))

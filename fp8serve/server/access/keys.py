@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge
 
-from fp8serve.errors import MachineError, RequestError
+from fp8serve.errors import MachineError, RequestError, one_line
 from fp8serve.options import check, known_fields
 
 Scope = Literal["read", "generate", "finetune", "admin"]
@@ -127,8 +127,10 @@ def parse_keys(raw: bytes) -> Keys:
     """The keys of the text of a file. Raises RequestError."""
     try:
         data = tomllib.loads(raw.decode("utf-8"))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise RequestError(f"it is no TOML ({error}).") from None
+    except UnicodeDecodeError:
+        raise RequestError("it is not UTF-8 text.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise RequestError(f"it is no TOML; Python's reader says: {one_line(error)}.") from None
     if unknown := sorted(set(data) - {"keys", "tenants"}):
         raise RequestError(f"it has {unknown[0]!r}, and there can be only keys and tenants.")
     limits = {name: _made(TenantLimits, "tenants", name, value) for name, value in _table(data, "tenants")}

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fp8serve.errors import MachineError
+from fp8serve.errors import MachineError, one_line
 from fp8serve.server.faults import disk_fault
 
 SCHEMA_VERSION = 3
@@ -65,8 +65,8 @@ class Database:
             self._prepare(path)
         except sqlite3.Error as error:
             raise MachineError(
-                f"The job table {path} cannot be used ({error}); put the data directory on a local disk with "
-                "--data-dir."
+                f"The job table {path} cannot be used (SQLite says: {one_line(error)}); put the data directory on a "
+                "local disk with --data-dir."
             ) from None
         except OSError as error:
             raise MachineError(

@@ -2,17 +2,23 @@
 
 So no handler ever holds a half-sent request. Uploads are streamed by their own handler and only timed there. All long
 bodies together are bounded as well (429); a short one is always accepted. A compressed one is refused (415).
+
+The rest of a refused body is read and forgotten, up to a bound: the kernel resets a connection that is closed with
+bytes unread, and the client would lose the refusal (RFC 9112, 9.6). A client that waits for "100 Continue" has not
+sent it.
 """
 
 import asyncio
+from contextlib import suppress
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.scope import header, refuse, replay
 
 STREAMED_UPLOADS = frozenset({"/v1/files"})
 SHORT_BODY = 64 << 10
+DRAINED = 8  # bodies of the largest size that are read and forgotten, at most
 TAKE_BODY = frozenset({"POST", "PUT", "PATCH"})
 
 
@@ -28,6 +34,7 @@ class BodyLimits:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and _encoded(scope):
+            await self._drain(scope, _Remaining(receive))
             await refuse(_compressed(), scope, receive, send, close=True)
             return
         if scope["type"] != "http" or (scope["path"] in STREAMED_UPLOADS and scope["method"] == "POST"):
@@ -47,20 +54,30 @@ class BodyLimits:
         self._held += more
 
     async def _take(self, scope: Scope, receive: Receive, send: Send, holding: "_Holding") -> None:
+        remaining = _Remaining(receive)
         try:
             async with asyncio.timeout(self.seconds):
-                body = await self._read(scope, receive, holding)
+                body = await self._read(scope, remaining, holding)
         except TimeoutError:
             fault = Fault(Code.REQUEST_TIMEOUT, f"The request body did not arrive within {self.seconds:g} seconds.")
             await refuse(fault, scope, receive, send, close=True)
             return
         except Fault as fault:
+            await self._drain(scope, remaining)
             await refuse(fault, scope, receive, send, close=True)
             return
         if body is not None:  # else the client has gone
             await self.app(scope, replay(body, receive), send)
 
-    async def _read(self, scope: Scope, receive: Receive, holding: "_Holding") -> bytes | None:
+    async def _drain(self, scope: Scope, remaining: "_Remaining") -> None:
+        """Reads what is left of a refused body, as long as a body may take."""
+        left = 0 if header(scope, b"expect") else DRAINED * self.max_bytes
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.seconds):
+                while left > 0 and remaining.more:
+                    left -= len((await remaining()).get("body", b""))
+
+    async def _read(self, scope: Scope, receive: "_Remaining", holding: "_Holding") -> bytes | None:
         limit = self.max_bytes
         declared = header(scope, b"content-length")
         if declared is not None and declared.isdigit() and int(declared[:20]) > limit:
@@ -76,6 +93,18 @@ class BodyLimits:
             holding.hold(len(body))
             if not message.get("more_body", False):
                 return bytes(body)
+
+
+class _Remaining:
+    """A `receive` that knows whether there is more of the body."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive, self.more = receive, True
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        self.more = bool(message.get("more_body", False))
+        return message
 
 
 class _Holding:

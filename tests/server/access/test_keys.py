@@ -76,7 +76,7 @@ def test_a_wrong_file_is_one_sentence(text: str, sentence: str, tmp_path: Path) 
 
 
 def test_what_is_no_text_is_refused() -> None:
-    with pytest.raises(RequestError, match="no TOML"):
+    with pytest.raises(RequestError, match="is not UTF-8 text"):
         parse_keys(b"\xff\xfe")
 
 

@@ -16,6 +16,7 @@ from fp8serve.commands.serve import find_key, limits_of
 from fp8serve.errors import Fp8ServeError, MachineError, RequestError
 from fp8serve.server.api.page_routes import PAGES
 from fp8serve.server.http.access_control import presented_key
+from fp8serve.server.http.body_limits import BodyLimits
 from fp8serve.server.http.scope import OPEN_PATHS
 from fp8serve.server.settings import KEY_VARIABLE, Settings
 from tests.server.conftest import Server, Start
@@ -288,3 +289,54 @@ def test_limits_are_set_by_name() -> None:
     }.items():
         with pytest.raises(Fp8ServeError, match=sentence):
             limits_of([wrong])
+
+
+class Client:
+    """The ASGI side of a client that sends a body in pieces; `events` are in their order."""
+
+    def __init__(self, pieces: list[bytes], headers: dict[bytes, bytes]) -> None:
+        self.scope = {"type": "http", "method": "POST", "path": "/generate", "headers": list(headers.items())}
+        self.pieces, self.events = list(pieces), list[str]()
+
+    async def receive(self) -> Any:
+        assert self.pieces, "nothing is read behind the end of the body, which would wait for the client to go"
+        self.events.append("read")
+        return {"type": "http.request", "body": self.pieces.pop(0), "more_body": bool(self.pieces)}
+
+    async def send(self, message: Any) -> None:
+        self.events.append(str(message.get("status", "sent")))
+
+
+async def nothing(scope: Any, receive: Any, send: Any) -> None:
+    raise AssertionError("a refused body reaches no handler")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "headers", "read"),
+    [
+        pytest.param([b"x" * 50] * 3, {b"content-length": b"150"}, 3, id="declared"),
+        pytest.param([b"x" * 50] * 4, {}, 4, id="not declared"),
+        pytest.param([b"x" * 101], {}, 1, id="at once"),
+        pytest.param([b"x" * 50] * 100, {b"content-length": b"5000"}, 16, id="no more than eight times the limit"),
+        pytest.param([b"x" * 50] * 3, {b"content-length": b"150", b"expect": b"100-continue"}, 0, id="not sent yet"),
+        pytest.param([b"x" * 50] * 3, {b"content-encoding": b"gzip"}, 3, id="compressed"),
+    ],
+)
+async def test_the_rest_of_a_refused_body_is_read_before_the_answer(
+    pieces: list[bytes], headers: dict[bytes, bytes], read: int
+) -> None:
+    """A connection that is closed with bytes unread is reset, and its client sees no answer."""
+    client = Client(pieces, headers)
+    await BodyLimits(nothing, max_bytes=100, seconds=60, held_bytes=1 << 20)(client.scope, client.receive, client.send)
+    assert client.events == [*["read"] * read, "415" if b"content-encoding" in headers else "413", "sent"]
+
+
+async def test_a_client_that_sends_slowly_gets_its_refusal_in_time() -> None:
+    client = Client([b"x" * 101, b"x"], {})
+    first = client.receive
+
+    async def receive() -> Any:
+        return await (first() if len(client.pieces) == 2 else asyncio.Event().wait())
+
+    await BodyLimits(nothing, max_bytes=100, seconds=0.05, held_bytes=1 << 20)(client.scope, receive, client.send)
+    assert client.events == ["read", "413", "sent"]
