@@ -146,6 +146,20 @@ async def test_an_image_is_refused_by_name_at_its_place(start: Start, path: str,
     assert answer.json()["error"]["message"] == sentence
 
 
+@pytest.mark.parametrize("kind", ["web_search", "web_search_20250305", "code_interpreter", "mcp"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/tokenize"])
+async def test_a_tool_that_vendors_run_is_refused_by_name(start: Start, path: str, kind: str) -> None:
+    body = {"input": "a"} if path == "/v1/responses" else CHAT if path != "/tokenize" else {"messages": CHAT["messages"]}
+    async with start() as server:
+        answer = await server.client.post(path, json=body | {"tools": [{"type": kind, "name": kind}]})
+        spelt = await server.client.post(path, json=body | {"tools": [{"type": "Not a type! " * 20, "name": "a"}]})
+    error = answer.json()["error"]
+    assert (error if path == "/tokenize" else error["message"]) == (
+        f"tools.0: tools of the type {kind} are not offered here; send a function with a schema of its arguments."
+    )
+    assert "Not a type" not in spelt.text
+
+
 async def test_a_value_of_no_type_of_a_union_is_told_all_of_them(start: Start) -> None:
     async with start() as server:
         chat = await server.client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": 5}]})
