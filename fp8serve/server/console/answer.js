@@ -8,6 +8,7 @@ import { count, seconds } from "./numbers.js";
 import { TokenQueue } from "./tokens.js";
 
 const ENDS = { length: "cut off at the limit of new tokens", tool_calls: "waits for the results of its calls" };
+export const RELOADED = "Stopped, because the page was loaded again.";
 
 export class Answer {
   constructor() {
@@ -144,7 +145,7 @@ export class Answer {
     if (reasoning.length) answer.showReasoning(reasoning);
     answer.showText(content);
     calls.forEach((call, index) => answer.addCall({ ...call, index }));
-    if (state === "running") answer.stop("Stopped, because the page was loaded again.");
+    if (state === "running") answer.stop(RELOADED);
     else {
       answer.state = state;
       say(answer.facts, facts, state === "failed");

@@ -37,11 +37,13 @@ class Chat {
     this.settings = new ChatSettings(() => this.arrange(), format);
     this.list = new conversations.List({ open: (id) => this.show(id), remove: (id) => this.remove(id) });
     this.id = null; // of the conversation that is shown, once it is stored
+    this.stored = {}; // {at, text} of what this tab last read or wrote
     this.load(conversations.index().open);
     this.list.draw(this.id);
     this.node = element("div", {}, this.list.node, this.settings.node, this.hint, this.area, this.form);
     this.settings.begin();
     addEventListener("pagehide", () => this.store());
+    addEventListener("beforeunload", () => this.made.forEach((column) => column.expectUnload()));
     addEventListener("storage", () => this.list.draw(this.id)); // another tab has changed it
   }
 
@@ -53,18 +55,32 @@ class Chat {
       this.settings.restore(record.settings);
       record.columns.forEach((turns, i) => (this.made[i] ?? this.addColumn()).restore(turns));
       this.id = id;
+      this.stored = { at: conversations.writtenAt(id), text: JSON.stringify(this.record) };
     } catch {
       for (const column of this.made) column.clear();
       conversations.remove(id);
     }
   }
 
+  get record() {
+    return { settings: this.settings.record, columns: this.made.map((column) => column.record) };
+  }
+
+  /** Stores what this tab has added. If another tab has written the conversation meanwhile, each gets its own. */
   store() {
     if (!this.begun) return;
+    const { record } = this;
+    const text = JSON.stringify(record);
+    if (text === this.stored.text) return conversations.setOpen(this.id);
+    const at = conversations.writtenAt(this.id);
+    if (at !== undefined && at !== this.stored.at) {
+      this.id = null;
+      announce("Another tab has gone on with this conversation. What this tab shows is now a conversation of its own.");
+    }
     this.id ??= conversations.newId();
     const title = this.made.find((column) => column.turns.length).turns[0].messages[0].content;
-    const record = { settings: this.settings.record, columns: this.made.map((column) => column.record) };
-    if (!conversations.write(this.id, title, record) && !this.busy)
+    if (conversations.write(this.id, title, record)) this.stored = { at: conversations.writtenAt(this.id), text };
+    else if (!this.busy)
       say(this.note, "This browser has no room for the conversation: a reload ends it. Delete others from the list.");
     this.list.draw(this.id);
   }
@@ -75,7 +91,7 @@ class Chat {
     await Promise.all(this.made.map((column) => column.ended));
     this.store();
     for (const column of this.made) column.clear();
-    this.id = null;
+    Object.assign(this, { id: null, stored: {} });
     say(this.note, "");
   }
 

@@ -1,6 +1,6 @@
 // One conversation with one model: its turns, and how they are asked for, again and differently.
 
-import { Answer } from "./answer.js";
+import { Answer, RELOADED } from "./answer.js";
 import { events, Problem, send } from "./api.js";
 import { element } from "./dom.js";
 
@@ -107,6 +107,11 @@ export class Column {
     this.running?.abort();
   }
 
+  /** A browser that loads the page again fails the requests under way before it hides the page. */
+  expectUnload() {
+    this.isUnloading = true;
+  }
+
   clear() {
     this.stop();
     this.turns = [];
@@ -161,6 +166,7 @@ export class Column {
     const answer = new Answer();
     turn.add(answer);
     this.running = new AbortController();
+    this.isUnloading = false;
     this.log.setAttribute("aria-busy", "true"); // read aloud when it is whole, not word by word
     this.changed();
     answer.node.scrollIntoView({ block: "nearest" });
@@ -169,6 +175,7 @@ export class Column {
       answer.finish();
     } catch (error) {
       if (error.name === "AbortError") answer.stop();
+      else if (this.isUnloading) answer.stop(RELOADED);
       else answer.fail(error.message);
     } finally {
       this.running = null;

@@ -18,15 +18,14 @@ export function index() {
 /** A conversation as it was written; null if there is none of that id, or it cannot be read. */
 export const read = (id) => (id === null ? null : parsed(nameOf(id)));
 
+/** When a conversation was last written, in seconds; undefined if it is not stored. */
+export const writtenAt = (id) => index().list.find((one) => one.id === id)?.at;
+
 /**
  * Stores a conversation and makes it the open one; whether there was room. Where there is none, other conversations lose
  * the probabilities of their tokens, the oldest first, and this one last.
  */
 export function write(id, title, record) {
-  if (isStored(id, record)) {
-    setOpen(id);
-    return true;
-  }
   const others = index().list.filter((one) => one.id !== id);
   const attempts = [
     () => put(nameOf(id), record),
@@ -71,14 +70,6 @@ function put(name, value) {
     return true;
   } catch {
     return false; // the browser's limit, or a browser that stores nothing
-  }
-}
-
-function isStored(id, record) {
-  try {
-    return localStorage.getItem(nameOf(id)) === JSON.stringify(record);
-  } catch {
-    return false;
   }
 }
 

@@ -104,7 +104,7 @@ export class JobPanel {
   show(job, models, checkpoints) {
     this.node.hidden = false;
     say(this.heading, job.fine_tuned_model ?? `Job ${job.id}`);
-    say(this.status, statusOf(job), job.status === "failed");
+    say(this.status, statusOf(job, checkpoints), job.status === "failed");
     const { step, total_steps: total } = job.progress;
     this.progress.hidden = !total;
     if (total) Object.assign(this.progress, { max: total, value: step });
@@ -187,7 +187,7 @@ export class JobPanel {
   }
 }
 
-function statusOf(job) {
+function statusOf(job, checkpoints) {
   const { step, total_steps: total } = job.progress;
   const at = total ? `, step ${count(step)} of ${count(total)}` : "";
   if (job.status === "failed") return `Failed${at}. ${job.error?.message ?? ""}`;
@@ -198,7 +198,7 @@ function statusOf(job) {
     queued: "Waits for its turn.",
     running: `Running${at}.`,
     succeeded: job.active ? `Done${at}, and serving.` : `Done${at}.`,
-    cancelled: `Cancelled${at}. Its checkpoints stay.`,
+    cancelled: `Cancelled${at}.${checkpoints.length ? " Its checkpoints stay." : ""}`,
   };
   return words[job.status] ?? job.status;
 }

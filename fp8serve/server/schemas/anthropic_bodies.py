@@ -14,7 +14,7 @@ from fp8serve.engine.sampling_params import INT32, MAX_STOP_STRINGS, StopString,
 from fp8serve.server.schemas.bodies import Body, Strict
 from fp8serve.server.schemas.foreign_fields import MESSAGES, with_foreign_fields
 from fp8serve.server.schemas.messages import MAX_CALLS, ToolName, only_text
-from fp8serve.server.schemas.tools import MAX_TOOLS, ArgumentSchema
+from fp8serve.server.schemas.tools import MAX_TOOLS, ArgumentSchema, NoServerTool
 
 MAX_BLOCKS = 256
 Id = Annotated[str, Field(min_length=1, max_length=256)]
@@ -147,7 +147,7 @@ class CountBody(Body):
     model: str | None = None
     messages: Annotated[list[Turn], Field(min_length=1, fail_fast=True)]
     system: TextBlocks | None = None
-    tools: Annotated[list[ClientTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Annotated[ClientTool, NoServerTool]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

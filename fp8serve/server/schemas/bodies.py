@@ -69,13 +69,22 @@ class ForeignField:
 
 
 class Strict(BaseModel):
-    """No unknown fields, no coercion, no NaN or infinity."""
+    """No unknown fields, no coercion, no NaN or infinity; null as if the field were not there."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, validate_default=False, protected_namespaces=()
     )
 
     FOREIGN: ClassVar[dict[str, ForeignField]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _omit_nulls(cls, data: Any) -> Any:
+        """Null means that a field is not given: it gets its default, or is missing. Unknown names are retained."""
+        if not isinstance(data, dict) or None not in data.values():
+            return data
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {key: value for key, value in data.items() if value is not None or key not in known}
 
     @model_validator(mode="after")
     def _refuse_unimplemented(self) -> Self:

@@ -14,7 +14,7 @@ from fp8serve.server.schemas.answer_form import JsonObjectFormat, TextFormat
 from fp8serve.server.schemas.bodies import Body, Metadata, Strict
 from fp8serve.server.schemas.foreign_fields import RESPONSES, STORED, refused, with_foreign_fields
 from fp8serve.server.schemas.messages import Effort, ToolName, only_text
-from fp8serve.server.schemas.tools import MAX_TOOLS, ArgumentSchema, Word, choice_of
+from fp8serve.server.schemas.tools import MAX_TOOLS, ArgumentSchema, NoServerTool, Word, choice_of
 
 MAX_PARTS = 256
 Id = Annotated[str, Field(min_length=1, max_length=256)]
@@ -173,7 +173,7 @@ class ResponsesBody(Body):
     max_output_tokens: Tokens | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Annotated[FunctionTool, NoServerTool]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None

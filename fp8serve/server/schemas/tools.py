@@ -1,9 +1,10 @@
 """The tools of a request, and which of them a model may call, as OpenAI's clients write it."""
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from fp8serve.server.schemas.bodies import Strict
@@ -21,6 +22,26 @@ def _an_object(schema: dict[str, Any]) -> dict[str, Any]:
 
 ArgumentSchema = Annotated[dict[str, Any], AfterValidator(_an_object)]
 """The JSON schema of a tool's arguments."""
+
+
+_OF_CLIENTS = frozenset({"function", "custom"})
+_TYPE = re.compile(r"[a-z][a-z0-9_]{0,63}")
+
+
+def _no_server_tool(tool: Any) -> Any:
+    """`tool`; an error that names its type, if a vendor defines what it does, and usually runs it."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if isinstance(kind, str) and kind not in _OF_CLIENTS and _TYPE.fullmatch(kind):
+        raise PydanticCustomError(
+            "server_tool",
+            "tools of the type {type} are not offered here; send a function with a schema of its arguments",
+            {"type": kind},
+        )
+    return tool
+
+
+NoServerTool = BeforeValidator(_no_server_tool)
+"""For the tools of all protocols. A server that runs no tools cannot take those that OpenAI or Anthropic run."""
 
 
 class Function(Strict):
@@ -75,7 +96,7 @@ class AllowedTools(Strict):
     allowed_tools: Allowed
 
 
-Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
+Tools = Annotated[list[Annotated[Tool, NoServerTool]], Field(max_length=MAX_TOOLS)]
 Word = Literal["none", "auto", "required"]
 
 

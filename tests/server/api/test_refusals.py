@@ -146,6 +146,48 @@ async def test_an_image_is_refused_by_name_at_its_place(start: Start, path: str,
     assert answer.json()["error"]["message"] == sentence
 
 
+@pytest.mark.parametrize("kind", ["web_search", "web_search_20250305", "code_interpreter", "mcp"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/tokenize"])
+async def test_a_tool_that_vendors_run_is_refused_by_name(start: Start, path: str, kind: str) -> None:
+    body = {"input": "a"} if path == "/v1/responses" else CHAT if path != "/tokenize" else {"messages": CHAT["messages"]}
+    async with start() as server:
+        answer = await server.client.post(path, json=body | {"tools": [{"type": kind, "name": kind}]})
+        spelt = await server.client.post(path, json=body | {"tools": [{"type": "Not a type! " * 20, "name": "a"}]})
+    error = answer.json()["error"]
+    assert (error if path == "/tokenize" else error["message"]) == (
+        f"tools.0: tools of the type {kind} are not offered here; send a function with a schema of its arguments."
+    )
+    assert "Not a type" not in spelt.text
+
+
+REQUIRED = [(body, name) for body in bodies() for name, field in body.model_fields.items() if field.is_required()]
+
+
+@pytest.mark.parametrize(("body", "name"), REQUIRED, ids=lambda value: getattr(value, "__name__", value))
+def test_null_for_a_required_field_is_a_missing_field(body: type[BaseModel], name: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        body.model_validate({name: None})
+    errors = [{**one, "loc": ("body", *one["loc"])} for one in caught.value.errors() if one["loc"] == (name,)]
+    assert fault_of(errors).message == f"{name} is missing."
+
+
+async def test_null_inside_a_body_is_not_given(start: Start) -> None:
+    turn = {"role": "user", "content": "a"}
+    call = {"type": "tool_use", "id": "b", "name": "c", "input": {"kept": None}}
+    result = {"type": "tool_result", "tool_use_id": "b", "content": None, "is_error": None}
+    turns = [turn, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    async with start() as server:
+        good = await server.client.post("/v1/messages", json={"max_tokens": 1, "messages": turns})
+        part = {"type": "text", "text": None}
+        nested = await server.client.post("/v1/chat/completions", json={"messages": [turn | {"content": [part]}]})
+        role = await server.client.post("/v1/chat/completions", json={"messages": [turn | {"role": None}]})
+        unknown = await server.client.post("/v1/chat/completions", json=CHAT | {"temprature": None})
+    assert good.status_code == 200, good.text
+    assert nested.json()["error"]["message"] == "messages.0.content.0.text is missing."
+    assert role.json()["error"]["message"] == "messages.0.role is missing."
+    assert "temprature is not a field" in unknown.json()["error"]["message"]
+
+
 async def test_a_value_of_no_type_of_a_union_is_told_all_of_them(start: Start) -> None:
     async with start() as server:
         chat = await server.client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": 5}]})

@@ -74,6 +74,22 @@ class Browser:
         self.complaints()
         self.ask(f"{self.session}/url", {"url": url})
 
+    def reload(self) -> None:
+        """As F5 does it, which ends requests under way before the page is told that it goes."""
+        self.ask(f"{self.session}/refresh", {})
+
+    @contextlib.contextmanager
+    def another_tab(self) -> Iterator[None]:
+        """A second, empty tab, which has the focus until the end and is closed then."""
+        first = self.ask(f"{self.session}/window")
+        second = self.ask(f"{self.session}/window/new", {"type": "tab"})["handle"]
+        self.ask(f"{self.session}/window", {"handle": second})
+        try:
+            yield
+        finally:
+            self.client.delete(f"{self.session}/window")
+            self.ask(f"{self.session}/window", {"handle": first})
+
     def find(self, css: str) -> str:
         element = self.ask(f"{self.session}/element", {"using": "css selector", "value": css})[ELEMENT]
         return f"{self.session}/element/{element}"

@@ -141,6 +141,63 @@ def test_a_conversation_outlives_a_reload_until_it_is_deleted(browser: Browser, 
     assert browser.complaints() == []
 
 
+def test_a_reload_during_an_answer_is_no_lost_connection(browser: Browser, echoing: Process) -> None:
+    ready(browser, echoing.url + "/#/chat")
+    browser.fill("#prompt", "second " * 20)
+    browser.type("Enter")
+    browser.until("document.querySelectorAll('.answer .token').length > 5")
+    browser.reload()
+    browser.until("document.querySelector('.facts-line')")
+    assert browser.text(".facts-line") == (
+        "Stopped, because the page was loaded again. What came so far is a part of the conversation."
+    )
+    assert browser.count(".answer .token") > 5
+    assert browser.complaints() == []
+
+
+def test_two_tabs_of_one_conversation_lose_no_turn(browser: Browser, echoing: Process) -> None:
+    ready(browser, echoing.url + "/#/chat")
+    browser.press("Settings: system prompt, sampling, tools")
+    browser.fill("#chat-tokens", "4")
+    say(browser, "root")
+    with browser.another_tab():
+        ready(browser, echoing.url + "/#/chat")
+        assert browser.count(".turn") == 1
+        say(browser, "second tab")
+        assert "Another tab" not in browser.text("#notice")
+    say(browser, "first tab")
+    assert browser.run(STORED) == 2
+    assert browser.text("#notice").startswith("Another tab has gone on with this conversation")
+    say(browser, "first tab again")
+    assert browser.run(STORED) == 2
+    browser.run("scrollTo(0, 0)")  # the notice may lie above what is at the page's edge
+    browser.press("Conversations (2)")
+    browser.click(".chats li:last-child .plain")
+    browser.until("document.querySelectorAll('.turn').length === 2")
+    assert browser.text(".turn:last-child .said").endswith("second tab")
+    with browser.another_tab():  # looks at it and is closed: nothing new is stored
+        ready(browser, echoing.url + "/#/chat")
+    say(browser, "third")
+    assert browser.run(STORED) == 2
+    assert browser.complaints() == []
+
+
+def test_a_conversation_that_another_tab_deletes_stays_deleted(browser: Browser, echoing: Process) -> None:
+    ready(browser, echoing.url + "/#/chat")
+    browser.press("Settings: system prompt, sampling, tools")
+    browser.fill("#chat-tokens", "4")
+    say(browser, "abc")
+    with browser.another_tab():
+        ready(browser, echoing.url + "/#/chat")
+        browser.press("Conversations (1)")
+        browser.press("Delete")
+        browser.until("document.getElementById('chats').hidden")
+    browser.reload()
+    browser.until("document.getElementById('state').textContent === 'ready'")
+    assert (browser.count(".turn"), browser.run(STORED)) == (0, 0)
+    assert browser.complaints() == []
+
+
 def test_conversations_are_listed_opened_and_deleted(browser: Browser, echoing: Process) -> None:
     titles = "[...document.querySelectorAll('.chats .plain')].map((one) => one.textContent).join()"
     ready(browser, echoing.url + "/#/chat")

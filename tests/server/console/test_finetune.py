@@ -134,10 +134,14 @@ def test_the_page_stays_whole_while_a_job_has_the_device(browser: Browser, tmp_p
         browser.press("Go on from the last checkpoint")
         browser.until("document.getElementById('job-status').textContent.startsWith('Running, step')")
         browser.until("document.getElementById('state').textContent === 'paused'")
+        waiting = process.client.post("/finetune", json={"data": [{"text": "abc"}]}).json()["id"]
+        process.client.post(f"/finetune/{waiting}/cancel")
         browser.press("Cancel")
         browser.until("document.getElementById('state').textContent === 'ready'")
         browser.until("document.getElementById('job-status').textContent.startsWith('Cancelled')")
         browser.until("document.getElementById('notice').hidden")
+        browser.run(f"location.hash = '#/finetune/{waiting}'")
+        browser.until("document.getElementById('job-status').textContent === 'Cancelled.'")  # there is no checkpoint
         assert all("503" in message for message in browser.complaints())  # the browser's own notes on health
 
 
