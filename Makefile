@@ -7,13 +7,21 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
   $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --retries 10
+# A compiler cache serves C++ and CUDA, where one is installed; CMake reads these.
+ifneq ($(shell command -v ccache),)
+export CMAKE_CXX_COMPILER_LAUNCHER ?= ccache
+export CMAKE_CUDA_COMPILER_LAUNCHER ?= ccache
+endif
+# Without .pyc files every process of a test compiles what it imports, and pytest rewrites every assertion, again.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST_ARGS ?=
 # Tests run in one process per processor: each takes its share of the list, and from the others' when it is done.
 TEST_WORKERS ?= logical
 PYTEST = $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --maxprocesses 8 --dist worksteal
 # Of make test-random: a seed that failed, to draw its examples again.
 SEEDS ?= $(shell for run in 1 2 3 4 5 6 7 8 9 10; do echo $$((RANDOM * 32768 + RANDOM)); done)
-QUICK = smoke or not (slow or exhaustive or emulator or distributed)
+# Without the emulated GPU, which takes a minute and a half of one core to compile.
+QUICK = not emulator and (smoke or not (slow or exhaustive or distributed or browser))
 DEMO_ARGS ?=
 # The CUDA kernels: of make wheel ON, OFF or AUTO (where torch has CUDA), and the architectures, "89;90a;100f;120f".
 FP8SERVE_CUDA ?=
@@ -37,7 +45,7 @@ DOCS_REQUIREMENTS = import tomllib; p = tomllib.load(open("pyproject.toml", "rb"
   print(*p["project"]["optional-dependencies"]["docs"], sep="\n")
 
 
-.PHONY: help setup weights options routes pictures console-pictures compatibility docs demo test test-all test-random coverage lint format typecheck cuda gpu wheel lock clean
+.PHONY: help setup weights options routes pictures console-pictures compatibility docs demo test test-changed test-all test-random test-wheel durations coverage lint format typecheck cuda gpu wheel lock clean
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -98,8 +106,25 @@ demo: setup ## the whole main job, offline: calibrate, serve, fine-tune over HTT
 test: setup ## the tests that a person waits for; PYTEST_ARGS="tests/fp8 -k saturate" for some of them
 	$(PYTEST) -m "$(QUICK)" --pairwise $(PYTEST_ARGS)
 
+# MAIN: the branch that a change is compared with; without it, or on it, every family of tests runs.
+MAIN ?= $(shell git rev-parse --verify --quiet origin/main >/dev/null && echo origin/main || echo main)
+test-changed: setup ## the tests that a change needs: pairs of sweeps, and long families where their files differ from main
+	$(PYTEST) --pairwise --changed-since $(MAIN) --file-durations build/durations.json $(PYTEST_ARGS)
+
 test-all: setup ## every test
 	$(PYTEST) $(PYTEST_ARGS)
+
+durations: setup ## run every test and write tests/durations.json, the seconds of each file
+	$(PYTEST) --pairwise --file-durations tests/durations.json $(PYTEST_ARGS)
+
+# Without extras, and without the packages of development: what a user has after `pip install fp8serve`.
+test-wheel: wheel ## install the built wheel in an empty environment, and do the main job there
+	rm -rf build/plain && $(PYTHON) -m venv build/plain
+	build/plain/bin/python -m pip --disable-pip-version-check --retries 10 install --quiet --constraint constraints.txt \
+	  dist/fp8serve-*.whl
+	-build/plain/bin/python -m pip --disable-pip-version-check install --quiet gguf && \
+	  build/plain/bin/python -m pip --disable-pip-version-check install --quiet --no-deps $(firstword $(WEIGHTS))
+	cd build/plain && bin/python -P ../../tests/plain_installation.py
 
 test-random: setup ## the tests that Hypothesis draws examples for, with ten new seeds; SEEDS=17 repeats one
 	@failed=; for seed in $(SEEDS); do \
@@ -130,8 +155,7 @@ typecheck: setup
 cuda: .venv/packages ## compile the CUDA kernels for all architectures (needs nvcc, no GPU) and look at their instructions and registers
 	$(PIP) install --quiet --no-deps $(CUDA_PACKAGES)
 	$(BIN)/cmake -S csrc -B build/cuda -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DFP8SERVE_CUDA=ON \
-	  $(if $(FP8SERVE_CUDA_ARCHS),"-DFP8SERVE_CUDA_ARCHS=$(FP8SERVE_CUDA_ARCHS)") \
-	  $(if $(shell command -v ccache),-DCMAKE_CUDA_COMPILER_LAUNCHER=ccache -DCMAKE_CXX_COMPILER_LAUNCHER=ccache) $(CUDA_ARGS)
+	  $(if $(FP8SERVE_CUDA_ARCHS),"-DFP8SERVE_CUDA_ARCHS=$(FP8SERVE_CUDA_ARCHS)") $(CUDA_ARGS)
 	$(BIN)/cmake --build build/cuda --target fp8serve_cuda
 	$(BIN)/python tests/cuda/sass.py build/cuda/libfp8serve_cuda.so
 	$(BIN)/python tests/cuda/resources.py build/cuda/libfp8serve_cuda.so $(CUDA_RECORD)

@@ -11,11 +11,13 @@ tests/selection.py says which of the collected tests run.
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
+from tests.durations import FileDurations
 from tests.selection import (  # noqa: F401 (hooks of pytest)
-    pytest_addoption,
+    add_options,
     pytest_collection_modifyitems,
     pytest_deselected,
     pytest_sessionfinish,
@@ -36,6 +38,16 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job, and its children
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    add_options(parser)
+    parser.addoption("--file-durations", metavar="FILE", help="write the seconds of each file of tests as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.file_durations and not hasattr(config, "workerinput"):  # under xdist one process reports
+        config.pluginmanager.register(FileDurations(Path(config.option.file_durations)))
 
 
 @pytest.fixture(autouse=True)

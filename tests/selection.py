@@ -4,8 +4,8 @@
 * With `--pairwise`, a function marked `pairwise` runs on as few of its parameters as hold every pair of values of every
   two axes: a fault of a kernel needs a value, or two at once (a tail and a format), hardly ever three. A `Case` of an
   op's registry has the parts of its name as axes.
-* With `--changed-since REF`, the long families of FAMILIES run in full only where a file that they test differs from
-  the common ancestor with REF; else their tests marked `smoke`. If git cannot tell, all of them run.
+* With `--changed-since REF`, a family of FAMILIES runs in full only where a file of it, or a helper of the tests,
+  differs from the common ancestor with REF; else its tests marked `smoke`. If git cannot tell, every family runs.
 
 The summary has the number of tests that each rule left out, and of those that -m left out, by their mark.
 """
@@ -14,7 +14,8 @@ import itertools
 import re
 import subprocess
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -86,13 +87,41 @@ def outside_pairs(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 
 # --- what changed -----------------------------------------------------------------------------------------------------
 
+
+@dataclass(frozen=True)
+class Family:
+    """Tests that take long, in these folders and files, and patterns of what they test; `*` crosses folders."""
+
+    tests: tuple[str, ...]
+    sources: tuple[str, ...]
+
+
 EVERYTHING = ("pyproject.toml", "constraints.txt", "Makefile", ".ci/*", "tests/conftest.py", "tests/selection.py")
-FAMILIES: Mapping[str, tuple[str, ...]] = {
-    "tests/cuda": ("csrc/cuda/*", "csrc/*.h", "fp8serve/fp8/ops/*"),
-    "tests/csrc": ("csrc/cpu/*", "csrc/*.h", "fp8serve/fp8/ops/*"),
-    "tests/server/console": ("fp8serve/server/console/*",),
+ARITHMETIC = ("csrc/*.h", "csrc/CMakeLists.txt", "fp8serve/fp8/ops/*")
+TRAINING = (
+    *ARITHMETIC,
+    "csrc/cpu/*",
+    "fp8serve/fp8/*",
+    "fp8serve/train/*",
+    "fp8serve/model/*",
+    "fp8serve/processes.py",
+)
+FAMILIES = {
+    "CUDA kernels, emulated": Family(("tests/cuda",), ("csrc/cuda/*", *ARITHMETIC)),
+    "CPU kernels": Family(("tests/csrc",), ("csrc/cpu/*", *ARITHMETIC)),
+    "the console in a browser": Family(
+        ("tests/server/console",),
+        ("fp8serve/server/console/*", "fp8serve/server/api/*", "fp8serve/server/schemas/*", "fp8serve/server/http/*"),
+    ),
+    "training in several processes": Family(
+        ("tests/fp8/distributed", "tests/train/sharded", "tests/train/test_processes.py"), TRAINING
+    ),
+    "killed training": Family(("tests/train/test_job_process.py",), TRAINING),
+    "requests that are long or hostile": Family(
+        ("tests/server/parsing",),
+        ("fp8serve/server/parsing/*", "fp8serve/server/serving/*", "fp8serve/server/schemas/*", "fp8serve/model/*"),
+    ),
 }
-"""The tests in a folder or file, and the files that they test, beside those of the folder itself."""
 
 
 def changed_files(reference: str) -> list[str] | None:
@@ -112,20 +141,25 @@ def changed_files(reference: str) -> list[str] | None:
 
 
 def unchanged_families(changed: Sequence[str]) -> list[str]:
-    """The families none of whose files changed."""
+    """Names of the families none of whose files changed."""
 
-    def matches(*patterns: str) -> bool:
+    def matches(patterns: Iterable[str]) -> bool:
         return any(fnmatch(path, pattern) for path in changed for pattern in patterns)
 
-    if matches(*EVERYTHING):
+    if matches(EVERYTHING):
         return []
-    return [tests for tests, sources in FAMILIES.items() if not matches(tests, f"{tests}/*", *sources)]
+    helpers = [path for path in changed if path.startswith("tests/") and not Path(path).name.startswith("test_")]
+    return [
+        name
+        for name, family in FAMILIES.items()
+        if not matches(family.sources) and not any(path.startswith(family.tests) for path in changed) and not helpers
+    ]
 
 
 # --- pytest -----------------------------------------------------------------------------------------------------------
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("selection", "which tests run (tests/selection.py)")
     group.addoption("--pairwise", action="store_true", help="sweeps marked pairwise: every pair of values, not all")
     group.addoption("--changed-since", metavar="REF", help="long families in full only where their files changed")

@@ -4,6 +4,8 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Sequence
+from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,7 +43,7 @@ def test_names_of_cases_are_parted_where_all_have_as_many_parts() -> None:
 
 def test_pairwise_runs_less_of_a_sweep_and_never_what_is_skipped_instead(tmp_path: Path) -> None:
     """A level that this machine lacks covers no pair."""
-    (tmp_path / "conftest.py").write_text("from tests.selection import *\n")
+    (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
     (tmp_path / "test_it.py").write_text(
         "import pytest\n"
         "A = [0, 1, pytest.param(2, marks=pytest.mark.skip)]\n"
@@ -60,18 +62,26 @@ def test_pairwise_runs_less_of_a_sweep_and_never_what_is_skipped_instead(tmp_pat
 
 
 def test_a_family_runs_where_one_of_its_files_changed() -> None:
-    assert unchanged_families(["README.md"]) == list(FAMILIES)
-    assert unchanged_families([EVERYTHING[0], "README.md"]) == []
-    for family, sources in FAMILIES.items():
-        for path in (f"{family}/x/test_y.py", *(source.replace("*", "x.h") for source in sources)):
-            assert family not in unchanged_families([path])
+    assert unchanged_families(["README.md", "tests/test_docs.py"]) == list(FAMILIES)
+    for everything in (EVERYTHING[0], "tests/conftest.py", "tests/tiny.py"):
+        assert unchanged_families([everything, "README.md"]) == []
+    for name, family in FAMILIES.items():
+        for path in (*family.tests, *(source.replace("*", "x.h") for source in family.sources)):
+            assert name not in unchanged_families([path])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_family_names_exists(family: str) -> None:
-    assert (ROOT / family).exists()
-    for source in FAMILIES[family]:
-        assert list(ROOT.glob(source.removesuffix("/*") + "/*" * source.endswith("/*"))), source
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_a_family_names_exists_and_has_a_sample(name: str) -> None:
+    for source in FAMILIES[name].sources:
+        assert any(fnmatch(str(path.relative_to(ROOT)), source) for path in files()), source
+    tests = [path for path in files() if str(path.relative_to(ROOT)).startswith(FAMILIES[name].tests)]
+    samples = [path for path in tests if path.suffix == ".py" and "mark.smoke" in path.read_text()]
+    assert samples
+
+
+@cache
+def files() -> list[Path]:
+    return [path for folder in ("csrc", "fp8serve", "tests") for path in (ROOT / folder).rglob("*") if path.is_file()]
 
 
 def test_what_changed_is_what_git_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

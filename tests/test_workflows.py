@@ -12,7 +12,7 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 MAKEFILE = (ROOT / "Makefile").read_text()
-MARKS = ("smoke", "slow", "exhaustive", "emulator", "distributed")
+MARKS = ("smoke", "slow", "exhaustive", "emulator", "distributed", "browser")
 
 
 def workflow(name: str) -> dict[str, Any]:

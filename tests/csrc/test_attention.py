@@ -8,6 +8,7 @@ from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, assert_fp8_equa
 from tests.csrc.paged import CACHES, LONG, OPS, PagedBatch, naive
 
 
+@pytest.mark.smoke
 @pytest.mark.pairwise
 @pytest.mark.parametrize(("q_dtype", "cache_dtype"), CACHES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 64), (4, 4, 16), (6, 3, 80), (8, 1, 128), (2, 1, 7)])
@@ -112,6 +113,7 @@ def test_attention_errors(change, message):
         OPS.paged_attention(*(args | change).values())
 
 
+@pytest.mark.smoke
 @pytest.mark.pairwise
 @pytest.mark.parametrize("high", HIGH)
 @pytest.mark.parametrize("stored", [*HIGH, *FORMATS])

@@ -24,6 +24,7 @@ def assert_fp8_close(found: Tensor, expected: Tensor) -> None:
     assert not apart.numel() or (apart.max() <= 1 and (apart > 0).float().mean() < 0.02)
 
 
+@pytest.mark.smoke
 @pytest.mark.pairwise
 @pytest.mark.parametrize("high", HIGH)
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -36,6 +37,7 @@ def test_rms_norm_quantize(level, shape, dtype, high):
     torch.testing.assert_close(amax, expected_amax, rtol=2 * torch.finfo(high).eps, atol=0)
 
 
+@pytest.mark.smoke
 @pytest.mark.pairwise
 @pytest.mark.parametrize("high", HIGH)
 @pytest.mark.parametrize("shape", [(1, 64), (3, 100), (40, 513), (0, 16)])
@@ -140,6 +142,7 @@ def test_rotary_write_kv(level, shape, stored, high):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
+@pytest.mark.smoke
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", cases("quantize_delayed"), ids=lambda case: case.name)
 def test_quantize_delayed(level, case):

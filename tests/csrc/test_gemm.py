@@ -47,6 +47,7 @@ def test_error_is_at_most_twice_the_naive_one(level, shape, a_by, b_by):
     assert_as_good_as_naive(found, naive, exact(a, b, a_scale, b_scale))
 
 
+@pytest.mark.smoke
 @pytest.mark.pairwise
 @pytest.mark.parametrize("a_dtype", FORMATS)
 @pytest.mark.parametrize("b_dtype", FORMATS)
@@ -177,6 +178,7 @@ def test_threads_do_not_change_the_result(threads):
     assert_bits_equal(results[2], results[0])
 
 
+@pytest.mark.smoke
 @pytest.mark.pairwise
 @pytest.mark.parametrize("out", HIGH)
 @pytest.mark.parametrize("bias_dtype", HIGH)

@@ -49,6 +49,7 @@ def looped(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tens
     return torch.cat(parts)
 
 
+@pytest.mark.smoke
 @pytest.mark.pairwise
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("counts", COUNTS)

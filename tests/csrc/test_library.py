@@ -15,11 +15,13 @@ CSRC = Path(__file__).parents[2] / "csrc"
 ALLOWED = re.compile(r"torch/(csrc/stable|headeronly|csrc/inductor/aoti_torch/c)/")
 
 
+@pytest.mark.smoke
 def test_every_op_that_says_so_has_a_cpu_kernel():
     found = {op for op in ops.OPS if torch._C._dispatch_has_kernel_for_dispatch_key(f"fp8serve::{op}", "CPU")}
     assert found == ops.compiled_for("cpu")
 
 
+@pytest.mark.smoke
 def test_no_kernel_without_an_op():
     dangling = torch._C._dispatch_find_dangling_impls()
     assert [entry for entry in dangling if "fp8serve" in entry] == []

@@ -30,6 +30,7 @@ def test_a_choice_that_cannot_be_made_gets_a_sentence(change, said):
         OPS.choose_experts(*given.values())
 
 
+@pytest.mark.smoke
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", cases("grouped_mlp"), ids=lambda case: case.name)
 def test_a_mixture_in_one_call_has_the_bits_of_its_parts(level, case):

@@ -62,6 +62,7 @@ def test_every_op_with_a_kernel_says_which_variant_it_runs() -> None:
     assert set(ops.cpu_kernels()) == ops.compiled_for("cpu")
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("op", sorted(ops.compiled_for("cpu")))
 def test_a_variant_keeps_what_its_class_promises(op: str) -> None:
     """Variants of one class give the same bits; each is as near to the reference as its class allows."""

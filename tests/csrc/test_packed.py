@@ -58,6 +58,7 @@ def test_the_order_is_the_one_that_is_documented():
     assert packed[1, 0, 5].tolist() == [4, 5, 6, 7]
 
 
+@pytest.mark.smoke
 @pytest.mark.pairwise
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", FORMATS)

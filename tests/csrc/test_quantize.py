@@ -63,6 +63,7 @@ def test_every_granularity_on_hostile_input(level, shape, power_2, high, dtype):
         assert_bits_equal(scale_inv, expected_scale)
 
 
+@pytest.mark.smoke
 @pytest.mark.pairwise
 @pytest.mark.parametrize("amax", [0.0, 1e-45, 1e-38, 1.3e-36, 1.0, FLOAT_MAX, torch.inf, torch.nan])
 @pytest.mark.parametrize("power_2", [False, True])

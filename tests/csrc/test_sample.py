@@ -53,6 +53,7 @@ def refused() -> Iterator[tuple[list[Any], str]]:
         yield [*good[:index], change, *good[index + 1 :]], message
 
 
+@pytest.mark.smoke
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", cases("sample"), ids=lambda case: case.name)
 def test_cases(level: str, case: Case) -> None:

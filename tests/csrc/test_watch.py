@@ -35,6 +35,7 @@ def assert_counts(ops, args, expected):
     assert int(saturated) == int(expected[5])
 
 
+@pytest.mark.smoke
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", cases("quantize_watched"), ids=lambda case: case.name)
 def test_counting(level, case):

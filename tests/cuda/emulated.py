@@ -25,6 +25,7 @@ HEADERS = [*(ROOT / "csrc").glob("*.h"), *(ROOT / "csrc/cuda").glob("*.h")]
 EMULATOR = ROOT / "tests/cuda/emulator"
 KERNELS = [path for path in sorted((ROOT / "csrc/cuda").glob("*.cu")) if path.stem[-3:] not in {"m90", "100", "120"}]
 COMPILER = shutil.which("c++")
+CACHE = [ccache] if (ccache := shutil.which("ccache")) else []
 TORCH = Path(torch.__file__).parent
 FLAGS = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror"]
 DEFINITIONS = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DFP8SERVE_HAVE_wgmma=1"]
@@ -77,7 +78,7 @@ def _compile(wanted: Build, source: Path) -> subprocess.Popen[str] | None:
     if target.exists() and target.stat().st_mtime > newest:
         return None
     places = [f"-I{EMULATOR}", f"-I{ROOT / 'csrc'}", "-isystem", str(TORCH / "include")]
-    command = [str(COMPILER), *FLAGS, *wanted.flags, *places, *DEFINITIONS]
+    command = [*CACHE, str(COMPILER), *FLAGS, *wanted.flags, *places, *DEFINITIONS]
     return subprocess.Popen(
         [*command, "-x", "c++", "-c", str(source), "-o", str(target)], stderr=subprocess.PIPE, text=True
     )

@@ -82,6 +82,7 @@ def test_data_that_take_too_much_memory_fail_the_job_in_one_sentence(tmp_path: P
     assert events(job)[-1]["message"] == f"{data} takes more than 64 MiB of memory to read and tokenize; give less."
 
 
+@pytest.mark.smoke
 def test_a_job_leaves_events_and_a_result(job: Path) -> None:
     assert job_process.main([str(job)]) == EXIT_DONE
     log = events(job)
@@ -159,6 +160,7 @@ def test_the_log_goes_on_after_a_line_that_was_cut(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.smoke
 def test_sigterm_checkpoints_and_starting_again_goes_on(tmp_path: Path, configure: Configure) -> None:
     job = make_job(tmp_path / "job", configure, max_steps=100_000, save_every=None)
     process = start(job)

@@ -152,6 +152,7 @@ def assert_stops_by_a_signal(job: Path) -> None:
     assert events(job)[-1]["code"] == "stopped"
 
 
+@pytest.mark.smoke
 def test_a_signal_stops_the_group_at_a_checkpoint(tmp_path: Path, configure: Configure) -> None:
     job = make_job(tmp_path / "job", configure, **{**SHARED, "max_steps": 100_000}, save_every=None)
     assert_stops_by_a_signal(job)

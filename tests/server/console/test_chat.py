@@ -24,6 +24,7 @@ def say(browser: Browser, text: str) -> None:
     browser.until(IDLE)
 
 
+@pytest.mark.smoke
 def test_an_answer_streams_with_the_probability_of_every_token(browser: Browser, server: Process) -> None:
     ready(browser, server.url + "/#/chat")
     browser.press("Settings: system prompt, sampling, tools")

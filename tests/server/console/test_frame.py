@@ -27,6 +27,7 @@ def ready(browser: Browser, url: str) -> None:
     browser.until("document.getElementById('state').textContent === 'ready'")
 
 
+@pytest.mark.smoke
 def test_every_view_has_an_address_and_all_are_reached_by_keyboard(browser: Browser, server: Process) -> None:
     for view, name in VIEWS.items():
         ready(browser, f"{server.url}/#/{view}")

@@ -106,6 +106,7 @@ def test_liveness_is_answered_before_a_long_request_is(server: Process, name: st
     assert status < 300 or len(answer.content) < 1000
 
 
+@pytest.mark.smoke
 def test_a_short_request_does_not_wait_for_a_long_one(server: Process) -> None:
     """Also where it needs a parser process of its own, as every conversation does."""
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
@@ -133,6 +134,7 @@ def test_what_waits_to_be_read_is_bounded(tmp_path: Path) -> None:
         assert process.stop() == 0
 
 
+@pytest.mark.smoke
 def test_all_bodies_together_are_bounded(tmp_path: Path) -> None:
     with serving(tmp_path / "log", **options(tmp_path, limits={"held_bytes": MIB})) as process:
         assert process.client.post("/tokenize", json={"prompt": "hello"}).status_code == 200
