@@ -66,14 +66,14 @@ class ServerState:
         self.settings = settings
         self.keys = KeyFile(settings.api_keys, settings.api_key)
         self._data, self.data_dir = data, data.path
-        self.metrics = Metrics(settings.vllm_metrics)
+        self.metrics = Metrics()
         self.tracing = tracing_of(settings.otlp_endpoint)
         self.tenants = Tenants(self.metrics)
         self._start_engine = start_engine or partial(launch, log_format=settings.log_format)
         home = Source(BASE, settings.model_name, settings.model, settings.engine, settings.answers)
         self.models = Registry(self._model(settings.model_name, home))
         self.models.aliases |= settings.named_aliases
-        self.loader = Loader(self.models, self._model, self.metrics.forget)
+        self.loader = Loader(self.models, self._model)
         self.loader.known |= {named.name: self._home(named) for named in settings.models}
         self.adapters = AdapterLoader(self.models, self._beside)
         for adapter in settings.adapters:
@@ -219,7 +219,8 @@ class ServerState:
         await self.adapters.close()
         await self.loader.close()
         await self.parser.close()
-        await self.tracing.close()
+        if self.tracing is not None:
+            await self.tracing.close()
         is_empty = not (self.jobs.ids("jobs") or self.jobs.ids("files"))
         self.jobs.close()
         if self.loaded or not is_empty:

@@ -36,7 +36,7 @@ _REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 class AccessLog:
     """See the module. Handlers find the request id in `scope["request_id"]`, and count tokens in `scope["usage"]`."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Tracing) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Tracing | None) -> None:
         self.app = app
         self.metrics = metrics
         self.tracing = tracing
@@ -44,17 +44,17 @@ class AccessLog:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        given = (header(scope, b"x-request-id") or b"").decode("latin-1")
-        scope["request_id"] = given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+        client_id = (header(scope, b"x-request-id") or b"").decode("latin-1")
+        scope["request_id"] = client_id if _REQUEST_ID.fullmatch(client_id) else f"req-{secrets.token_hex(12)}"
         scope["usage"] = Usage(scope["request_id"])
         with logs.request_fields(request_id=scope["request_id"]):
-            if (around := self._begin(scope)) is not None:
-                logs.bind(trace_id=around.trace_id, span_id=around.span_id)
+            if (span := self._begin(scope)) is not None:
+                logs.bind(trace_id=span.trace_id, span_id=span.span_id)
             return await self._answer(scope, receive, _Answer(scope, send))
 
     def _begin(self, scope: Scope) -> TraceContext | RequestSpan | None:
         """The request's span: its own with tracing, otherwise its caller's."""
-        if scope["path"] not in UNTRACED:
+        if self.tracing is not None and scope["path"] not in UNTRACED:
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             scope["span"] = self.tracing.begin(_method(scope), headers)
         return scope.get("span") or trace_context(scope)

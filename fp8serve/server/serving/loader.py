@@ -26,16 +26,14 @@ T = TypeVar("T")
 
 
 class Loader:
-    """Adds models to `models` and removes them. `make` makes a model of a name that is not loaded yet; `forget`
-    ends its metrics. `known`: what each name that was served stood for, so that it can be loaded again.
+    """Adds models to `models` and removes them. `make` makes a model of a name that is not loaded yet.
+    `known`: what each name that was served stood for, so that it can be loaded again.
     """
 
-    def __init__(
-        self, models: Registry, make: Callable[[str, Source], ServedModel], forget: Callable[[str], None]
-    ) -> None:
+    def __init__(self, models: Registry, make: Callable[[str, Source], ServedModel]) -> None:
         self.models = models
         self.known: dict[str, Source] = {}
-        self._make, self._forget = make, forget
+        self._make = make
         self._loading = asyncio.Lock()
         self._changing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._supervised: dict[str, asyncio.Task[None]] = {}
@@ -156,8 +154,7 @@ class Loader:
             self.known[name] = before
 
     def _remove(self, name: str) -> None:
-        del self.models.models[name]
-        self._forget(name)
+        self.models.models.pop(name).admission.metrics.forget()
 
 
 def _usable(source: Source, others: Sequence[EngineHandle], checks: bool) -> Source:

@@ -28,6 +28,7 @@ from fp8serve.server.metrics import CONTENT_TYPE
 from fp8serve.server.schemas.finetune_bodies import SaveScalesBody
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.generation import Generation
+from fp8serve.server.vllm_metrics import VllmMetrics
 
 log = logging.getLogger("fp8serve.server")
 LISTED = 200
@@ -245,7 +246,10 @@ async def save(state: StateDep, body: SaveScalesBody | None = None, model: Model
 
 @router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
 async def metrics(state: StateDep) -> Response:
-    return Response(state.metrics.render(), media_type=CONTENT_TYPE)
+    text = state.metrics.render()
+    if state.settings.vllm_metrics:
+        text += VllmMetrics(state.metrics).render()
+    return Response(text, media_type=CONTENT_TYPE)
 
 
 @router.get("/requests", summary="The requests that are being answered, oldest first")
