@@ -30,8 +30,7 @@ from fp8serve.server.answers.feed import (
     skip,
     until,
 )
-from fp8serve.server.answers.json_calls import json_calls, value
-from fp8serve.server.answers.pythonic import pythonic_calls
+from fp8serve.server.answers.json_calls import json_calls, pythonic_calls, value
 
 Tools = Mapping[str, Mapping[str, Any]]
 """The names of the tools that a request declares, and the JSON schema of each one's arguments."""

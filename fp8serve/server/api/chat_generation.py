@@ -22,8 +22,8 @@ from fp8serve.server.answers.formats import Tools
 from fp8serve.server.api.answer_pipeline import admit, model_for, reserve
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.streams import until_disconnect
+from fp8serve.server.schemas.messages import NamedTool, Tool, plain_tools
 from fp8serve.server.schemas.openai_bodies import ChatBody
-from fp8serve.server.schemas.tools import NamedTool, Tool, plain_tools
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.generation import Generation
 from fp8serve.server.serving.served import Served

@@ -9,13 +9,13 @@ import logging
 import re
 import secrets
 import time
+from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fp8serve import logs
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.scope import METHODS, OPEN_PATHS, header, refuse
-from fp8serve.server.http.trace_context import TraceContext, trace_context
 from fp8serve.server.metrics import Metrics
 from fp8serve.server.tracing import RequestSpan, Tracing
 from fp8serve.server.usage import Usage
@@ -31,6 +31,33 @@ SECURITY_HEADERS = [
 UNTRACED = OPEN_PATHS | {"/metrics"}
 """Routes that are polled every few seconds."""
 _REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
+
+
+_HEADER = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
+
+
+class TraceContext(NamedTuple):
+    """The caller's span, as the `traceparent` header says (W3C Trace Context, level 1). A header that is not valid, or
+    comes twice, is ignored, as the specification demands; one of a newer version may have more fields.
+
+        00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01    version, trace id, parent's span id, flags
+
+    `trace_id` has 32 hexadecimal digits and `span_id` 16."""
+
+    trace_id: str
+    span_id: str
+
+
+def trace_context(scope: Scope) -> TraceContext | None:
+    """The trace context of the request; None if it has none."""
+    values = [value for name, value in scope["headers"] if name == b"traceparent"]
+    match = _HEADER.fullmatch(values[0].decode("latin-1").strip()) if len(values) == 1 else None
+    if match is None:
+        return None
+    version, trace_id, span_id, _, more = match.groups()
+    if version == "ff" or (version == "00" and more) or not int(trace_id, 16) or not int(span_id, 16):
+        return None
+    return TraceContext(trace_id, span_id)
 
 
 class AccessLog:

@@ -13,8 +13,7 @@ from pydantic_core import PydanticCustomError
 from fp8serve.engine.sampling_params import INT32, MAX_STOP_STRINGS, StopString, Tokens
 from fp8serve.server.schemas.bodies import Body, Strict
 from fp8serve.server.schemas.foreign_fields import MESSAGES, with_foreign_fields
-from fp8serve.server.schemas.messages import MAX_CALLS, ToolName
-from fp8serve.server.schemas.tools import MAX_TOOLS, ArgumentSchema
+from fp8serve.server.schemas.messages import MAX_CALLS, MAX_TOOLS, ArgumentSchema, ToolName
 
 NOT_TEXT = frozenset({"image", "document", "search_result", "container_upload"})
 MAX_BLOCKS = 256

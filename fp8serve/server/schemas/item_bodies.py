@@ -13,8 +13,7 @@ from fp8serve.engine.sampling_params import Tokens
 from fp8serve.server.schemas.answer_form import JsonObjectFormat, TextFormat
 from fp8serve.server.schemas.bodies import Body, Metadata, Strict
 from fp8serve.server.schemas.foreign_fields import RESPONSES, STORED, refused, with_foreign_fields
-from fp8serve.server.schemas.messages import Effort, ToolName
-from fp8serve.server.schemas.tools import MAX_TOOLS, ArgumentSchema, Word, choice_of
+from fp8serve.server.schemas.messages import MAX_TOOLS, ArgumentSchema, Effort, ToolName, Word, choice_of
 
 MAX_PARTS = 256
 NOT_TEXT = frozenset({"input_image", "input_file", "input_audio"})

@@ -19,9 +19,8 @@ from starlette.responses import PlainTextResponse, Response
 import fp8serve
 from fp8serve.engine.sampling_params import MAX_STOP_STRINGS
 from fp8serve.errors import Fp8ServeError
-from fp8serve.server.api.bounded_route import BoundedRoute
-from fp8serve.server.api.dependencies import StateDep
 from fp8serve.server.api.native.model_routes import ServedView, served_view
+from fp8serve.server.api.routing import BoundedRoute, StateDep
 from fp8serve.server.api.wire import Answer, JsonObject
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.metrics import CONTENT_TYPE
