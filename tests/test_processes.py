@@ -26,7 +26,7 @@ OTHER_STARTS = {
     "fp8serve.bench.provenance": "git",
     "fp8serve.bench.quality_peers": "a command that the user gives",
     "fp8serve.doctor": "compilers and nvidia-smi",
-    "fp8serve.server.finetuning.training_process": "the command that job_runner makes",
+    "fp8serve.server.finetuning.job_runner": "the command that job_runner makes",
 }
 """Modules that start a process and do not make its command by `module_command`."""
 START = re.compile(

@@ -1,8 +1,9 @@
 """The models that answer: an engine in this process, or a server."""
 
 import itertools
-from collections.abc import Iterator, Mapping
-from contextlib import closing
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Protocol, Self
@@ -77,7 +78,7 @@ class LocalModel:
             self._engine.load_adapter(adapter.name, adapter)
 
     def answer(self, messages: list[Message], asked: Asked) -> Iterator[Piece]:
-        from fp8serve.chat.interrupts import held_interrupts
+        from fp8serve.chat.models import held_interrupts
         from fp8serve.engine.request import Request
         from fp8serve.engine.sampling_params import SamplingParams
 
@@ -118,3 +119,20 @@ class LocalModel:
         if num_prompt >= holds:
             raise RequestError(f"The conversation has {num_prompt} tokens, and the context holds {holds}.")
         return holds - num_prompt
+
+
+@contextmanager
+def held_interrupts() -> Iterator[Callable[[], bool]]:
+    """While the block runs, the first SIGINT only makes the function true; a second one has its usual effect."""
+    seen: list[int] = []
+    usual = signal.getsignal(signal.SIGINT)
+
+    def note(number: int, frame: object) -> None:
+        seen.append(number)
+        signal.signal(signal.SIGINT, usual)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(seen)
+    finally:
+        signal.signal(signal.SIGINT, usual)

@@ -73,7 +73,7 @@ def command(
 def _by_server(
     server: str, key_file: Path | None, model: str | None, prompts: list[str], sampling: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    from fp8serve.client.completions import complete
+    from fp8serve.client.answers import complete
 
     with connected(server, key_file) as api:
         return complete(api, model, prompts, sampling)

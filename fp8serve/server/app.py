@@ -22,11 +22,10 @@ from fp8serve.server.api.openai import (
 from fp8serve.server.api.openapi_description import describe
 from fp8serve.server.data_directory import DataDirectory
 from fp8serve.server.finetuning.job_runner import worker_command
-from fp8serve.server.http.access_control import AccessControl
+from fp8serve.server.http.access_control import AccessControl, RateLimits
 from fp8serve.server.http.access_log import AccessLog
 from fp8serve.server.http.body_limits import BodyLimits
 from fp8serve.server.http.error_handlers import add_error_handlers
-from fp8serve.server.http.rate_limits import RateLimits
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.served import Launch
 from fp8serve.server.settings import Settings

@@ -1,7 +1,7 @@
 """Everything one server holds, made once by `create_app` and handed to the handlers.
 
 The order of life: `open` starts loading in the background (readiness false), `draining` refuses new work, `close`
-ends the processes. Handlers get it by the `StateDep` dependency (api/dependencies.py); there is no global.
+ends the processes. Handlers get it by the `StateDep` dependency (api/routing.py); there is no global.
 """
 
 import asyncio
@@ -20,16 +20,15 @@ import fp8serve
 from fp8serve.engine.request import Task
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError, MachineError
-from fp8serve.server.access.key_file import KeyFile
-from fp8serve.server.access.limits import Tenants
+from fp8serve.server.access.keys import KeyFile
+from fp8serve.server.access.limits import TenantLimiter
 from fp8serve.server.data_directory import DataDirectory
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.finetuning.activation import Activation
 from fp8serve.server.finetuning.job_runner import WORKER, JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
-from fp8serve.server.finetuning.retention import Retention
 from fp8serve.server.finetuning.sources import Sources
-from fp8serve.server.finetuning.submission import Submissions
+from fp8serve.server.finetuning.submission import Retention, Submissions
 from fp8serve.server.metrics import Metrics
 from fp8serve.server.named_models import NamedModel
 from fp8serve.server.parsing.request_parser import RequestParser
@@ -66,14 +65,14 @@ class ServerState:
         self.settings = settings
         self.keys = KeyFile(settings.api_keys, settings.api_key)
         self._data, self.data_dir = data, data.path
-        self.metrics = Metrics(settings.vllm_metrics)
+        self.metrics = Metrics()
         self.tracing = tracing_of(settings.otlp_endpoint)
-        self.tenants = Tenants(self.metrics)
+        self.tenants = TenantLimiter(self.metrics)
         self._start_engine = start_engine or partial(launch, log_format=settings.log_format)
         home = Source(BASE, settings.model_name, settings.model, settings.engine, settings.answers)
         self.models = Registry(self._model(settings.model_name, home))
         self.models.aliases |= settings.named_aliases
-        self.loader = Loader(self.models, self._model, self.metrics.forget)
+        self.loader = Loader(self.models, self._model)
         self.loader.known |= {named.name: self._home(named) for named in settings.models}
         self.adapters = AdapterLoader(self.models, self._beside)
         for adapter in settings.adapters:
@@ -219,7 +218,8 @@ class ServerState:
         await self.adapters.close()
         await self.loader.close()
         await self.parser.close()
-        await self.tracing.close()
+        if self.tracing is not None:
+            await self.tracing.close()
         is_empty = not (self.jobs.ids("jobs") or self.jobs.ids("files"))
         self.jobs.close()
         if self.loaded or not is_empty:

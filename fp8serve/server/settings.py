@@ -96,9 +96,9 @@ class Settings(EngineOptions):
     """One server: which model, and which beside it, how its engine runs, where it listens, who may use it.
 
     `train_on` decides what a fine-tune job may do to the device that serves: "refuse" it, "share" the device, or
-    "pause" serving while the job runs; a `train_device` other than `device` needs no such choice. hosts.py says when
-    `allowed_hosts` are checked. An engine that breaks a deadline is started again; weights that are not ready in time
-    are given up, and so is an answer. Raises RequestError or MachineError on an impossible value.
+    "pause" serving while the job runs; a `train_device` other than `device` needs no such choice. For
+    `allowed_hosts` see http/access_control.py. An engine that breaks a deadline is started again; weights that are
+    not ready in time are given up, and so is an answer. Raises RequestError or MachineError on an impossible value.
     """
 
     model: Path

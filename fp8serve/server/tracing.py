@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import fp8serve
@@ -47,36 +47,10 @@ OPERATIONS = {
 }  # fmt: skip
 
 
-class RequestSpan(Protocol):
-    """The span of one request, from `Tracing.begin` to `end`. Ids are hexadecimal."""
-
-    trace_id: str
-    span_id: str
-
-    def end(self, attributes: Attributes, usage: Usage) -> None: ...
-
-
-class Tracing(Protocol):
-    """Makes the server's spans."""
-
-    def begin(self, name: str, headers: Mapping[str, str]) -> RequestSpan | None: ...
-    async def close(self) -> None: ...
-
-
-class NoTracing:
-    """There is no collector."""
-
-    def begin(self, name: str, headers: Mapping[str, str]) -> None:
-        return None
-
-    async def close(self) -> None:
-        return None
-
-
-class OpenTelemetry:
+class Tracing:
     """Spans that go to `exporter`."""
 
-    def __init__(self, exporter: "SpanExporter") -> None:
+    def __init__(self, exporter: Any) -> None:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
@@ -84,13 +58,13 @@ class OpenTelemetry:
         self.provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self.provider.get_tracer("fp8serve", fp8serve.__version__)
 
-    def begin(self, name: str, headers: Mapping[str, str]) -> "_Span":
+    def begin(self, name: str, headers: Mapping[str, str]) -> "RequestSpan":
         """`headers`: of the request, `traceparent` and `tracestate` among them if it has them."""
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         parent = TraceContextTextMapPropagator().extract(headers)
-        return _Span(self._tracer, self._tracer.start_span(name, parent, SpanKind.SERVER))
+        return RequestSpan(self._tracer, self._tracer.start_span(name, parent, SpanKind.SERVER))
 
     async def close(self) -> None:
         """Sends the remaining spans, for CLOSING_SECONDS at most. The thread may remain: it keeps no process alive."""
@@ -101,8 +75,8 @@ class OpenTelemetry:
             await asyncio.sleep(0.02)
 
 
-class _Span:
-    """See RequestSpan."""
+class RequestSpan:
+    """The span of one request, from `Tracing.begin` to `end`. Ids are hexadecimal."""
 
     def __init__(self, tracer: "Tracer", span: "Span") -> None:
         self._tracer, self._span = tracer, span
@@ -114,9 +88,8 @@ class _Span:
         """`attributes`: of HTTP, with `http.route` and `http.response.status_code`."""
         from opentelemetry.trace import Status, StatusCode
 
-        found = attributes | _of_usage(usage, attributes)
         self._span.update_name(f"{attributes['http.request.method']} {attributes['http.route']}")
-        self._span.set_attributes(found)
+        self._span.set_attributes(attributes | _of_usage(usage, attributes))
         if "error.type" in attributes and _is_ours(attributes["error.type"]):
             self._span.set_status(Status(StatusCode.ERROR))
         for index, answer in enumerate(usage.answers):
@@ -154,7 +127,7 @@ def _of_usage(usage: Usage, attributes: Attributes) -> Attributes:
     """The attributes of the tokens read and generated."""
     if usage.model is None and not usage.total:
         return {}
-    found: Attributes = {
+    result: Attributes = {
         "gen_ai.provider.name": "fp8serve",
         "gen_ai.operation.name": OPERATIONS.get(attributes["http.route"]),
         "gen_ai.request.model": usage.model,
@@ -165,14 +138,14 @@ def _of_usage(usage: Usage, attributes: Attributes) -> Attributes:
         "gen_ai.usage.output_tokens": usage.generated,
     }
     if usage.answers:
-        found |= _of_answers(usage.answers)
-    return {name: value for name, value in found.items() if value is not None}
+        result |= _of_answers(usage.answers)
+    return {name: value for name, value in result.items() if value is not None}
 
 
 def _of_answers(answers: Sequence[Answer]) -> Attributes:
     first = answers[0]
     params = first.request.params
-    found: Attributes = {
+    result: Attributes = {
         "gen_ai.request.id": first.request.request_id.rpartition("-")[0],
         "gen_ai.request.n": len(answers),
         "gen_ai.request.max_tokens": params.max_new_tokens,
@@ -180,7 +153,7 @@ def _of_answers(answers: Sequence[Answer]) -> Attributes:
         "gen_ai.request.top_p": params.top_p,
         "gen_ai.response.finish_reasons": [answer.finish_reason or "cancelled" for answer in answers],
     }
-    return found | (_latencies(first) if len(answers) == 1 else {})
+    return result | (_latencies(first) if len(answers) == 1 else {})
 
 
 def _latencies(answer: Answer) -> Attributes:
@@ -188,14 +161,14 @@ def _latencies(answer: Answer) -> Attributes:
     them."""
     if (timing := answer.timing) is None:
         return {}
-    found: Attributes = {"gen_ai.latency.time_in_queue": timing.queue}
+    latencies: Attributes = {"gen_ai.latency.time_in_queue": timing.queue}
     if timing.decode is None or timing.prefill is None:
-        return found
-    found["gen_ai.latency.time_in_model_prefill"] = timing.prefill
-    found["gen_ai.latency.time_to_first_token"] = timing.queue + timing.prefill
+        return latencies
+    latencies["gen_ai.latency.time_in_model_prefill"] = timing.prefill
+    latencies["gen_ai.latency.time_to_first_token"] = timing.queue + timing.prefill
     if answer.finish_reason is None:
-        return found
-    return found | {
+        return latencies
+    return latencies | {
         "gen_ai.latency.time_in_model_decode": timing.decode,
         "gen_ai.latency.time_in_model_inference": timing.inference,
         "gen_ai.latency.e2e": timing.queue + timing.inference,
@@ -213,40 +186,32 @@ def _resource() -> Any:
 # -- where they go -----------------------------------------------------------------------------------------------------
 
 
-def tracing_of(endpoint: str | None) -> Tracing:
-    """Tracing to the collector at `endpoint`, or at that of the environment; NoTracing if neither names one.
+def tracing_of(endpoint: str | None) -> Tracing | None:
+    """Tracing to the collector at `endpoint`, or at that of the environment; None if neither names one.
 
-    MachineError: an `endpoint` is given, and the packages are not installed.
+    MachineError: an `endpoint` is given, and the packages are not installed. The environment may be meant for other
+    programs, so that it only causes a warning.
     """
-    named = endpoint is not None or any(os.environ.get(name) for name in ENDPOINTS)
-    if not named or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
-        return NoTracing()
+    is_named = endpoint is not None or any(os.environ.get(name) for name in ENDPOINTS)
+    if not is_named or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return None
     if not _installed():
-        return _without(endpoint)
+        if endpoint is not None:
+            raise MachineError(f"--otlp-endpoint needs the OpenTelemetry packages; install them: {NEEDED}.")
+        log.warning("OTEL_EXPORTER_OTLP_ENDPOINT is set, and no spans are sent: the packages are missing; %s", NEEDED)
+        return None
     if "grpc" in [os.environ.get(name) for name in PROTOCOLS]:
         log.warning("spans are sent as http/protobuf, whatever OTEL_EXPORTER_OTLP_PROTOCOL says: see the port")
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-    return OpenTelemetry(quiet(OTLPSpanExporter(endpoint=None if endpoint is None else traces_url(endpoint))))
+    return Tracing(QuietExporter(OTLPSpanExporter(endpoint=None if endpoint is None else traces_url(endpoint))))
 
 
 def _installed() -> bool:
     try:
-        return (
-            find_spec("opentelemetry.exporter.otlp.proto.http") is not None
-            and find_spec("opentelemetry.sdk") is not None
-        )
+        return all(find_spec(name) for name in ("opentelemetry.exporter.otlp.proto.http", "opentelemetry.sdk"))
     except ModuleNotFoundError:  # of a parent
         return False
-
-
-def _without(endpoint: str | None) -> NoTracing:
-    """What happens without the packages. The environment may be meant for other programs, so that it only causes a
-    warning."""
-    if endpoint is not None:
-        raise MachineError(f"--otlp-endpoint needs the OpenTelemetry packages; install them: {NEEDED}.")
-    log.warning("OTEL_EXPORTER_OTLP_ENDPOINT is set, and no spans are sent: the packages are missing; %s", NEEDED)
-    return NoTracing()
 
 
 def traces_url(endpoint: str) -> str:
@@ -255,41 +220,36 @@ def traces_url(endpoint: str) -> str:
     return base if urlsplit(base).path.endswith("/v1/traces") else f"{base}/v1/traces"
 
 
-def quiet(exporter: "SpanExporter") -> "SpanExporter":
-    """`exporter`, with an occasional warning that spans are lost, and a line when they are accepted again."""
-    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+class QuietExporter:
+    """`exporter`, with an occasional warning that spans are lost, and a line when they are accepted again. A
+    SpanExporter by its methods, since the package with that class may be missing."""
 
-    for name in ("opentelemetry.exporter", "opentelemetry.sdk"):
-        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+    def __init__(self, exporter: "SpanExporter") -> None:
+        self._exporter = exporter
+        self._lost = 0
+        self._last_warning = -QUIET_SECONDS
+        for name in ("opentelemetry.exporter", "opentelemetry.sdk"):
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 
-    class Quiet(SpanExporter):
-        def __init__(self) -> None:
+    def export(self, spans: "Sequence[ReadableSpan]") -> "SpanExportResult":
+        from opentelemetry.sdk.trace.export import SpanExportResult
+
+        result = SpanExportResult.FAILURE
+        with contextlib.suppress(Exception):
+            result = self._exporter.export(spans)
+        if result is SpanExportResult.SUCCESS:
+            if self._lost:
+                log.info("the collector takes spans again; %d were lost", self._lost)
             self._lost = 0
-            self._told = -QUIET_SECONDS
-
-        def export(self, spans: "Sequence[ReadableSpan]") -> "SpanExportResult":
-            result = SpanExportResult.FAILURE
-            with contextlib.suppress(Exception):
-                result = exporter.export(spans)
-            self._tell(result is SpanExportResult.SUCCESS, len(spans))
             return result
+        self._lost += len(spans)
+        if time.monotonic() - self._last_warning >= QUIET_SECONDS:
+            self._last_warning = time.monotonic()
+            log.warning("the collector takes no spans; %d are lost so far, and requests go on", self._lost)
+        return result
 
-        def _tell(self, taken: bool, count: int) -> None:
-            now = time.monotonic()
-            if taken:
-                if self._lost:
-                    log.info("the collector takes spans again; %d were lost", self._lost)
-                self._lost = 0
-                return
-            self._lost += count
-            if now - self._told >= QUIET_SECONDS:
-                self._told = now
-                log.warning("the collector takes no spans; %d are lost so far, and requests go on", self._lost)
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
 
-        def shutdown(self) -> None:
-            exporter.shutdown()
-
-        def force_flush(self, timeout_millis: int = 30000) -> bool:
-            return exporter.force_flush(timeout_millis)
-
-    return Quiet()
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        return self._exporter.force_flush(timeout_millis)

@@ -7,56 +7,45 @@ responses by the class of their status.
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
-from fp8serve.server.live_metrics import Sources, Stats
+from fp8serve.server.metrics import ENGINE, Metrics, ModelMetrics, Stats, families
 
 VLLM_NAMES = {
-    "fp8serve_request_seconds": "vllm:e2e_request_latency_seconds",
-    "fp8serve_inter_token_seconds": "vllm:inter_token_latency_seconds",
-    "fp8serve_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
-    "fp8serve_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
-    "fp8serve_prompt_tokens": "vllm:prompt_tokens",
-    "fp8serve_generated_tokens": "vllm:generation_tokens",
-    "fp8serve_request_prompt_tokens": "vllm:request_prompt_tokens",
-    "fp8serve_request_generated_tokens": "vllm:request_generation_tokens",
-    "fp8serve_requests_running": "vllm:num_requests_running",
-    "fp8serve_requests_waiting": "vllm:num_requests_waiting",
-    "fp8serve_kv_cache_usage_ratio": "vllm:kv_cache_usage_perc",
-    "fp8serve_preemptions": "vllm:num_preemptions",
-    "fp8serve_sequences_ended": "vllm:request_success",
-    "fp8serve_request_queue_seconds": "vllm:request_queue_time_seconds",
-    "fp8serve_request_prefill_seconds": "vllm:request_prefill_time_seconds",
-    "fp8serve_request_decode_seconds": "vllm:request_decode_time_seconds",
-    "fp8serve_request_inference_seconds": "vllm:request_inference_time_seconds",
-    "fp8serve_request_max_tokens": "vllm:request_params_max_tokens",
-    "fp8serve_request_n": "vllm:request_params_n",
-    "fp8serve_request_longest_answer_tokens": "vllm:request_max_num_generation_tokens",
-    "fp8serve_request_computed_prompt_tokens": "vllm:request_prefill_kv_computed_tokens",
-    "fp8serve_prompt_tokens_cached": "vllm:prompt_tokens_cached",
+    **{row.name: f"vllm:{row.vllm}" for row in families(ModelMetrics) if row.vllm},
+    **{f"fp8serve_{row.name}": f"vllm:{row.vllm}" for row in ENGINE if row.vllm},
     "fp8serve_step_tokens": "vllm:iteration_tokens_total",
-    "fp8serve_prefix_cache_queried_tokens": "vllm:prefix_cache_queries",
-    "fp8serve_prefix_cache_hit_tokens": "vllm:prefix_cache_hits",
-    "fp8serve_drafts": "vllm:spec_decode_num_drafts",
-    "fp8serve_draft_tokens": "vllm:spec_decode_num_draft_tokens",
-    "fp8serve_accepted_draft_tokens": "vllm:spec_decode_num_accepted_tokens",
     "fp8serve_accepted_draft_tokens_by_position": "vllm:spec_decode_num_accepted_tokens_per_pos",
 }
-ENGINE = "0"  # a model has one
+ENGINE_LABEL = "0"  # a model has one engine
 
 
-def vllm_families(families: Iterable[Metric], sources: Sources) -> Iterator[Metric]:
-    """`families`: all of ours."""
-    for family in families:
-        if (alias := VLLM_NAMES.get(family.name)) is not None:
-            yield _renamed(family, alias)
-        if family.name == "fp8serve_http_responses":
-            yield _by_class(family)
-    running = {model: stats for model, stats in sources.stats().items() if stats}
-    yield from _of_engines(running, sources.served(), sources.adapters())
+class VllmMetrics(Collector):
+    """The families of one server under vLLM's names."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def render(self) -> bytes:
+        """The text exposition."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        return generate_latest(registry)
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._metrics.registry.collect():
+            if (alias := VLLM_NAMES.get(family.name)) is not None:
+                yield _renamed(family, alias)
+            if family.name == "fp8serve_http_responses":
+                yield _by_class(family)
+        sources = self._metrics.sources
+        running = {model: stats for model, stats in sources.stats().items() if stats}
+        yield from _of_engines(running, sources.served(), sources.adapters())
 
 
 def _renamed(family: Metric, name: str) -> Metric:
@@ -69,7 +58,7 @@ def _renamed(family: Metric, name: str) -> Metric:
 
 
 def _labels(ours: Mapping[str, str]) -> dict[str, str]:
-    return {"model_name" if name == "model" else name: value for name, value in ours.items()} | {"engine": ENGINE}
+    return {"model_name" if name == "model" else name: value for name, value in ours.items()} | {"engine": ENGINE_LABEL}
 
 
 def _by_class(family: Metric) -> Metric:
@@ -77,8 +66,8 @@ def _by_class(family: Metric) -> Metric:
     counts: Counter[tuple[str, str, str]] = Counter()
     for sample in family.samples:
         if sample.name.endswith("_total"):
-            found = sample.labels
-            counts[found["route"], found["method"], found["status"][:1] + "xx"] += int(sample.value)
+            labels = sample.labels
+            counts[labels["route"], labels["method"], labels["status"][:1] + "xx"] += int(sample.value)
     copy = CounterMetricFamily("http_requests", family.documentation, labels=["handler", "method", "status"])
     for key, count in counts.items():
         copy.add_metric(key, count)
@@ -93,7 +82,7 @@ def _of_engines(
     cache = _gauge("cache_config_info", "The cache of keys and values", *CACHE)
     lora = _gauge("lora_requests_info", "The present time, with the adapters that run and wait", *ADAPTERS)
     for model, stats in running.items():
-        own = [model, ENGINE]
+        own = [model, ENGINE_LABEL]
         for reason, count in (("capacity", stats.get("waiting", 0)), ("deferred", 0)):
             waiting.add_metric([*own, reason], count)
         for state, value in (("awake", 1), ("weights_offloaded", 0), ("discard_all", 0)):

@@ -127,7 +127,7 @@ def test_help_names_every_command_and_others_are_refused(capsys: pytest.CaptureF
 
 
 def test_ctrl_c_between_steps_of_the_engine() -> None:
-    from fp8serve.chat.interrupts import held_interrupts
+    from fp8serve.chat.models import held_interrupts
 
     with held_interrupts() as interrupted:
         assert not interrupted()

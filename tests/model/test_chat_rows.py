@@ -12,8 +12,7 @@ import pytest
 from fp8serve.errors import DataError
 from fp8serve.model.text.examples import ChatExample, example_from, tokenize
 from fp8serve.model.text.tokenizer import Tokenizer
-from fp8serve.server.schemas.messages import Message, plain_messages
-from fp8serve.server.schemas.tools import Tool, plain_tools
+from fp8serve.server.schemas.messages import Message, Tool, plain_messages, plain_tools
 from tests.model.families import CHATML, FAMILIES, QWEN3, R1, unmarked
 from tests.model.test_turns import tokenizer_of
 

@@ -222,7 +222,7 @@ OTHERS = {
     "running.py": "the log of a server that it started",
     "server/finetuning/database.py": "the job table, which the server makes",
     "server/finetuning/job_directory.py": "the rows of a request, and uploads, which the server wrote itself",
-    "server/finetuning/training_process.py": "what a job's process wrote",
+    "server/finetuning/job_runner.py": "what a job's process wrote",
     "model/export.py": "writes",
     "model/gguf/reader.py": "the GGUF file that a person named, whose kind `open_file` has checked",
     "engine/client.py": "/proc",

@@ -17,7 +17,7 @@ from fp8serve.engine.output import RequestOutput, Timing
 from fp8serve.errors import MachineError, RequestError
 from fp8serve.server import server_state, tracing
 from fp8serve.server.settings import Settings
-from fp8serve.server.tracing import ENDPOINTS, NoTracing, OpenTelemetry, traces_url, tracing_of
+from fp8serve.server.tracing import ENDPOINTS, QuietExporter, Tracing, traces_url, tracing_of
 from tests.engine.tiny import write_model
 from tests.patience import until
 from tests.server.collector import Collector, attributes, collector
@@ -42,12 +42,12 @@ class TimedEngine(FakeEngine):
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[OpenTelemetry]]:
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tracing]]:
     """The tracing of servers that are started in this test; `spans` empties it."""
-    made: list[OpenTelemetry] = []
+    made: list[Tracing] = []
 
-    def in_memory(endpoint: str | None) -> OpenTelemetry:
-        made.append(OpenTelemetry(InMemorySpanExporter()))
+    def in_memory(endpoint: str | None) -> Tracing:
+        made.append(Tracing(InMemorySpanExporter()))
         return made[-1]
 
     monkeypatch.setattr(server_state, "tracing_of", in_memory)
@@ -56,7 +56,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[OpenTelemetry]]:
         each.provider.shutdown()
 
 
-def spans(memory: list[OpenTelemetry]) -> dict[str, list[ReadableSpan]]:
+def spans(memory: list[Tracing]) -> dict[str, list[ReadableSpan]]:
     """By their names."""
     provider = memory[-1].provider
     provider.force_flush()
@@ -67,7 +67,7 @@ def spans(memory: list[OpenTelemetry]) -> dict[str, list[ReadableSpan]]:
     return found
 
 
-async def test_a_request_is_a_span_with_its_phases(start: Start, memory: list[OpenTelemetry]) -> None:
+async def test_a_request_is_a_span_with_its_phases(start: Start, memory: list[Tracing]) -> None:
     headers = {"traceparent": f"00-{TRACE}-{SPAN}-01", "tracestate": "vendor=1", "x-request-id": "mine"}
     body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "temperature": 0.5}
     async with start(Launcher(TimedEngine)) as server:
@@ -101,7 +101,7 @@ async def test_a_request_is_a_span_with_its_phases(start: Start, memory: list[Op
         assert child.parent == request.context
 
 
-async def test_each_sequence_has_its_phases(start: Start, memory: list[OpenTelemetry]) -> None:
+async def test_each_sequence_has_its_phases(start: Start, memory: list[Tracing]) -> None:
     async with start(Launcher(TimedEngine)) as server:
         await server.client.post("/v1/completions", json={"model": "tiny", "prompt": ["a", "b"], "n": 2})
         found = spans(memory)
@@ -113,7 +113,7 @@ async def test_each_sequence_has_its_phases(start: Start, memory: list[OpenTelem
     assert "gen_ai.latency.e2e" not in seen
 
 
-async def test_failures_and_odd_paths(start: Start, memory: list[OpenTelemetry]) -> None:
+async def test_failures_and_odd_paths(start: Start, memory: list[Tracing]) -> None:
     async with start(Launcher(lambda: FakeEngine(fail="It broke."))) as server:
         await server.client.post("/generate", json={"inputs": "abc"})
         await server.client.post("/generate_stream", json={"inputs": "abc"})
@@ -131,7 +131,7 @@ async def test_failures_and_odd_paths(start: Start, memory: list[OpenTelemetry])
     assert "secret" not in str([dict(span.attributes or {}) for group in found.values() for span in group])
 
 
-async def test_a_client_that_leaves_has_the_phases_that_ended(start: Start, memory: list[OpenTelemetry]) -> None:
+async def test_a_client_that_leaves_has_the_phases_that_ended(start: Start, memory: list[Tracing]) -> None:
     async with start(Launcher(lambda: TimedEngine(delay=0.01))) as server:
         body = {"inputs": "abc", "parameters": {"max_new_tokens": 400}}
         sent: list[Any] = []
@@ -198,7 +198,7 @@ def test_without_the_packages(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     with pytest.raises(MachineError, match=r"needs the OpenTelemetry packages; install them: pip install"):
         tracing_of("http://c:4318")
     monkeypatch.setenv(ENDPOINTS[1], "http://c:4318")
-    assert isinstance(tracing_of(None), NoTracing)
+    assert tracing_of(None) is None
     assert "the packages are missing" in caplog.text
 
 
@@ -215,10 +215,10 @@ def test_nothing_of_it_is_imported_without_a_collector() -> None:
 async def test_the_environment_names_a_collector_and_can_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENDPOINTS[1], "http://127.0.0.1:9")
     found = tracing_of(None)
-    assert isinstance(found, OpenTelemetry)
+    assert isinstance(found, Tracing)
     await found.close()
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
-    assert isinstance(tracing_of("http://127.0.0.1:9"), NoTracing)
+    assert tracing_of("http://127.0.0.1:9") is None
 
 
 @pytest.fixture(scope="module")
@@ -296,7 +296,7 @@ def test_it_says_when_spans_are_taken_again(caplog: pytest.LogCaptureFixture) ->
             return next(self.results)
 
     caplog.set_level(logging.INFO)
-    exporter = tracing.quiet(Moody())
+    exporter = QuietExporter(Moody())
     for _ in range(3):
         exporter.export([object()] * 3)  # type: ignore[list-item]
     assert [record.getMessage() for record in caplog.records] == [

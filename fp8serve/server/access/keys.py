@@ -10,6 +10,7 @@ may read or change would let them in or out; the group may read it, because that
 
 import hashlib
 import hmac
+import logging
 import os
 import re
 import secrets
@@ -165,3 +166,52 @@ def _made(kind: Any, table: str, name: str, value: Any) -> Any:
 def _check_name(what: str, name: str) -> None:
     if not NAME.fullmatch(name):
         raise RequestError(f"{what}: a name has 1 to 64 letters, digits, '-' and '_', and {name[:80]!r} is none.")
+
+
+log = logging.getLogger("fp8serve.server")
+Mark = tuple[int, ...] | None
+
+
+class KeyFile:
+    """The keys of `path`, and the single `key`. Raises MachineError when the file cannot be used at the start."""
+
+    def __init__(self, path: Path | None, key: str | None) -> None:
+        self.path = path
+        self._always = single(key).digests if key is not None else {}
+        self._mark = self._look()
+        self._keys = self._read()
+
+    @property
+    def needed(self) -> bool:
+        """Whether a request must carry a key."""
+        return self.path is not None or bool(self._always)
+
+    def current(self) -> Keys:
+        """The keys that the file has now."""
+        if self.path is not None and (mark := self._look()) != self._mark:
+            self._mark = mark
+            self.reload()
+        return self._keys
+
+    def reload(self) -> None:
+        """Reads the file whether it has changed or not, as SIGHUP asks."""
+        try:
+            self._keys = self._read()
+        except MachineError as error:
+            log.error("%s The keys that were read before stay in force.", error)
+        else:
+            log.info("read %d keys from %s", len(self._keys.digests) - len(self._always), self.path)
+
+    def _read(self) -> Keys:
+        if self.path is None:
+            return Keys(self._always)
+        return Keys({**read_keys(self.path).digests, **self._always})
+
+    def _look(self) -> Mark:
+        if self.path is None:
+            return None
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode

@@ -37,7 +37,7 @@ class Bucket:
         return max(0.0, level - self.level) * 60 / self.capacity
 
 
-class Books:
+class TenantCounters:
     """The counts of one tenant. A bucket is made when a bound is first set."""
 
     def __init__(self) -> None:
@@ -54,20 +54,20 @@ class Books:
         return found
 
 
-class Visit:
+class TenantRequest:
     """One request of a tenant, from its arrival to its last byte."""
 
-    def __init__(self, caller: Caller, books: Books, usage: Usage, metrics: Metrics, clock: Clock) -> None:
+    def __init__(self, caller: Caller, counters: TenantCounters, usage: Usage, metrics: Metrics, clock: Clock) -> None:
         self.usage = usage
         usage.tenant = caller.tenant
         self._limits, self._tenant = caller.limits, caller.tenant
-        self._books, self._metrics, self._clock = books, metrics, clock
-        self._set_aside = 0
+        self._counters, self._metrics, self._clock = counters, metrics, clock
+        self._reserve_tokens = 0
 
     def enter(self) -> None:
         """Counts the request. Fault 429: the tenant has reached a limit."""
         most, requests, tokens = self._limits.concurrent_requests, self._bucket("requests"), self._bucket("tokens")
-        if most is not None and self._books.running >= most:
+        if most is not None and self._counters.running >= most:
             self._refuse("concurrent", f"may have {most} requests at once, and has them", 1)
         if requests is not None and requests.level < 1:
             self._refuse("requests", f"may make {requests.capacity} requests a minute", requests.seconds_until(1))
@@ -75,11 +75,11 @@ class Visit:
             self._refuse("tokens", f"may use {tokens.capacity} tokens a minute", tokens.seconds_until(1))
         if requests is not None:
             requests.level -= 1
-        self._books.running += 1
+        self._counters.running += 1
         self._metrics.tenant_requests.labels(self._tenant).inc()
         self._metrics.tenant_in_flight.labels(self._tenant).inc()
 
-    def set_aside(self, tokens: int) -> None:
+    def reserve_tokens(self, tokens: int) -> None:
         """Reserves the most tokens that the answer may use. Fault 429: the tenant does not have so many left."""
         bucket = self._bucket("tokens")
         if bucket is None:
@@ -90,7 +90,7 @@ class Visit:
             message = f"may use {bucket.capacity} tokens a minute, and this request may need {tokens}"
             self._refuse("tokens", message, bucket.seconds_until(wanted))
         bucket.level -= wanted
-        self._set_aside += wanted
+        self._reserve_tokens += wanted
 
     def _give_back_request(self) -> None:
         """A request that is refused costs nothing."""
@@ -100,8 +100,8 @@ class Visit:
     def leave(self) -> None:
         """Returns the tokens that were reserved and not used."""
         if (bucket := self._bucket("tokens")) is not None:
-            bucket.level = min(bucket.capacity, bucket.level + self._set_aside - self.usage.total)
-        self._books.running -= 1
+            bucket.level = min(bucket.capacity, bucket.level + self._reserve_tokens - self.usage.total)
+        self._counters.running -= 1
         self._metrics.tenant_in_flight.labels(self._tenant).dec()
         for kind, count in (("prompt", self.usage.prompt), ("generated", self.usage.generated)):
             self._metrics.tenant_tokens.labels(self._tenant, kind).inc(count)
@@ -117,7 +117,7 @@ class Visit:
         return found
 
     def _bucket(self, kind: str) -> Bucket | None:
-        return self._books.bucket(kind, self._limits, self._clock())
+        return self._counters.bucket(kind, self._limits, self._clock())
 
     def _refuse(self, reason: str, what: str, seconds: float) -> None:
         self._metrics.tenant_rejected.labels(self._tenant, reason).inc()
@@ -126,13 +126,15 @@ class Visit:
         raise Fault(Code.RATE_LIMITED, f"The tenant of this key {what}.", hint=hint, retry_after=after)
 
 
-class Tenants:
+class TenantLimiter:
     """The counts of all tenants, by name."""
 
     def __init__(self, metrics: Metrics, clock: Clock = time.monotonic) -> None:
-        self.books: dict[str, Books] = {}
+        self.counters: dict[str, TenantCounters] = {}
         self._metrics, self._clock = metrics, clock
 
-    def visit(self, caller: Caller, usage: Usage) -> Visit:
-        """The visit of a request that has arrived and is not counted yet."""
-        return Visit(caller, self.books.setdefault(caller.tenant, Books()), usage, self._metrics, self._clock)
+    def request(self, caller: Caller, usage: Usage) -> TenantRequest:
+        """A request that has arrived and is not counted yet."""
+        return TenantRequest(
+            caller, self.counters.setdefault(caller.tenant, TenantCounters()), usage, self._metrics, self._clock
+        )

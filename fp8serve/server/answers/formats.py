@@ -1,4 +1,4 @@
-"""How families of models write tool calls: a reader for each. Text that is not a call remains content.
+"""How families of models write tool calls and reasoning: a reader for each. Text that is not a call remains content.
 
 | format | as the model writes it |
 |---|---|
@@ -8,16 +8,29 @@
 | granite | `<|tool_call|>[{"name": ..., "arguments": {...}}]`: Granite 3, Phi-4 mini |
 | deepseek | marks of its own, around a name and JSON: V3, V3.1, R1 |
 | qwen3-coder | `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>` |
-| gpt-oss | channels: `harmony.py` |
+| gpt-oss | channels, in messages of a header and a body |
 """
 
 import json
-from collections.abc import Generator, Mapping
+import re
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-from fp8serve.server.answers.feed import Arguments, Call, Content, Feed, Part, Reading, accept, collect, skip, until
-from fp8serve.server.answers.json_calls import json_calls, value
-from fp8serve.server.answers.pythonic import pythonic_calls
+from fp8serve.server.answers.feed import (
+    Arguments,
+    Call,
+    Content,
+    Feed,
+    Part,
+    Reader,
+    Reading,
+    Reasoning,
+    accept,
+    collect,
+    skip,
+    until,
+)
+from fp8serve.server.answers.json_calls import json_calls, pythonic_calls, value
 
 Tools = Mapping[str, Mapping[str, Any]]
 """The names of the tools that a request declares, and the JSON schema of each one's arguments."""
@@ -178,3 +191,71 @@ def _is_json(text: str) -> bool:
     except (ValueError, RecursionError, ArithmeticError):
         return False
     return True
+
+
+# -- gpt-oss -----------------------------------------------------------------------------------------------------------
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
+
+
+def harmony(feed: Feed) -> Reading:
+    """Messages: a header that names a channel and perhaps a recipient, then a body.
+
+        <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
+        <|message|>{...}<|call|>
+
+    The channel `analysis` is reasoning, a message addressed to a function is a call, and everything else is content.
+    The prompt ends with `<|start|>assistant`, so the first header is without it.
+    """
+    mark = " to=" if (yield from accept(feed, " to=")) else ""
+    while True:
+        if mark not in (START, CHANNEL, " to="):
+            mark = yield from until(feed, Content, (START, CHANNEL))
+            if not mark:
+                return
+        head, end = yield from collect(feed, (MESSAGE,))
+        head = mark + head
+        if not end:
+            yield Content(head)
+            return
+        if recipient := _RECIPIENT.search(head):
+            yield Call(recipient[1])
+        part = Arguments if recipient else Reasoning if "analysis" in head else Content
+        mark = yield from until(feed, part, (*ENDS, START, CHANNEL))
+
+
+# -- reasoning ---------------------------------------------------------------------------------------------------------
+
+
+def between(openings: Sequence[str], closings: Sequence[str], opened: bool = False) -> Reader:
+    """A reader of reasoning that begins with one of `openings`. `opened`: the prompt ends with one.
+
+    Without an opening everything is content; without a closing everything is reasoning. White space around reasoning is
+    left out.
+    """
+
+    def read(feed: Feed) -> Reading:
+        if (yield from _begins(feed, openings)) or opened:
+            yield from skip(feed)
+            yield from until(feed, Reasoning, closings)
+            yield from skip(feed)
+        yield from until(feed, Content, ())
+
+    return read
+
+
+def _begins(feed: Feed, openings: Sequence[str]) -> Generator[None, None, bool]:
+    """Takes one of `openings`, and the white space before it, if it is next."""
+    feed.unread = Content, ()
+    while not feed.ended and any(
+        len(feed.text.lstrip()) < len(o) and o.startswith(feed.text.lstrip()) for o in openings
+    ):
+        yield None
+    feed.unread = None
+    for opening in openings:
+        if feed.text.lstrip().startswith(opening):
+            feed.text = feed.text.lstrip()[len(opening) :]
+            return True
+    return False

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fp8serve.server.answers.formats import CALL, CALL_END, CALLS, CALLS_END, SEPARATOR, Tools
+from fp8serve.server.answers.formats import Tools
 
 WHITESPACE = r"\n? {0,24}"
 """Between the parts of a JSON text, as in engine/grammar.py: no model indents for ever."""
@@ -34,29 +34,6 @@ class Shape:
     several: bool = True
 
 
-SHAPES: Mapping[str, Shape] = {
-    "hermes": Shape(
-        "", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", between="\n", mark="<tool_call>"
-    ),
-    "llama3": Shape("", '{"name": "', '", "parameters": ', "}", between="; "),
-    "mistral": Shape(
-        "[TOOL_CALLS] [", '{"name": "', '", "arguments": ', "}", between=", ", closing="]", mark="[TOOL_CALLS]"
-    ),
-    "granite": Shape(
-        "<|tool_call|>[", '{"name": "', '", "arguments": ', "}", between=", ", closing="]", mark="<|tool_call|>"
-    ),
-    "deepseek": Shape(
-        CALLS,
-        f"{CALL}function{SEPARATOR}",
-        "\n```json\n",
-        f"\n```{CALL_END}",
-        between="\n",
-        closing=CALLS_END,
-        mark=CALLS,
-    ),
-    "gpt-oss": Shape("", "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "", several=False),
-}
-"""Formats whose arguments are JSON. For others a call is requested in Hermes' form."""
 Thought = tuple[Sequence[str], Sequence[str], bool]
 """The marks that begin and end reasoning, and whether the prompt ends with one that begins it."""
 
@@ -119,8 +96,8 @@ class CallGrammar:
         """As a sequence of texts and tokens."""
         marks = "|".join(re.escape(mark) for mark in sorted(self.tokens, key=len, reverse=True))
         pieces = re.split(f"({marks})", text) if marks else [text]
-        found = [f"<[{self.tokens[piece]}]>" if piece in self.tokens else _quoted(piece) for piece in pieces if piece]
-        return " ".join(found) or '""'
+        parts = [f"<[{self.tokens[piece]}]>" if piece in self.tokens else _quoted(piece) for piece in pieces if piece]
+        return " ".join(parts) or '""'
 
 
 def _quoted(text: str) -> str:

@@ -19,7 +19,7 @@ from fp8serve import logs
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import RequestError
-from fp8serve.server.access.limits import Visit
+from fp8serve.server.access.limits import TenantRequest
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.streams import EventStream, event, until_disconnect
 from fp8serve.server.parsing.request_parser import Ids, Prompt, RequestParser
@@ -103,9 +103,11 @@ async def admit(
         await until_disconnect(request, state.parser.need_token_texts(served))
     echoes = state.parser.echoes(served, prompts, params.skip_special_tokens) if echo else None
     texts = [] if echoes is None else await until_disconnect(request, echoes)
-    visit: Visit = request.scope["visit"]
-    visit.set_aside(sum(map(len, prompts)) + len(prompts) * choices * params.max_new_tokens)
-    generation = state.generation(served, prompts, params, places, choices, request.scope["tenant"], visit.usage)
+    tenant_request: TenantRequest = request.scope["tenant_request"]
+    tenant_request.reserve_tokens(sum(map(len, prompts)) + len(prompts) * choices * params.max_new_tokens)
+    generation = state.generation(
+        served, prompts, params, places, choices, request.scope["tenant"], tenant_request.usage
+    )
     generation.echoes = texts
     return generation
 

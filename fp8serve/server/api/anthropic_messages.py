@@ -21,7 +21,6 @@ from starlette.responses import Response
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.sampling_params import StopString
 from fp8serve.server.api.answer_pipeline import Renderer, respond
-from fp8serve.server.api.bounded_route import BoundedRoute
 from fp8serve.server.api.chat_generation import (
     Change,
     Passage,
@@ -32,15 +31,23 @@ from fp8serve.server.api.chat_generation import (
     template_variables,
     translated,
 )
-from fp8serve.server.api.dependencies import StateDep
+from fp8serve.server.api.routing import BoundedRoute, StateDep
 from fp8serve.server.api.wire import STREAM, Answer, JsonObject
 from fp8serve.server.faults import Fault
 from fp8serve.server.http.streams import event, until_disconnect
 from fp8serve.server.schemas import anthropic_bodies as a
 from fp8serve.server.schemas.answer_form import JsonSchema, JsonSchemaFormat
-from fp8serve.server.schemas.messages import CalledFunction, Message, ToolCall
+from fp8serve.server.schemas.messages import (
+    CalledFunction,
+    Function,
+    FunctionName,
+    Message,
+    NamedTool,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
 from fp8serve.server.schemas.openai_bodies import ChatBody
-from fp8serve.server.schemas.tools import Function, FunctionName, NamedTool, Tool, ToolChoice
 from fp8serve.server.serving.generation import Generation
 
 router = APIRouter(prefix="/v1/messages", tags=["Anthropic"], route_class=BoundedRoute)

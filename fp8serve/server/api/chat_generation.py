@@ -19,12 +19,11 @@ from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.server.answers.choice import AnswerFormat, AnswerReader
 from fp8serve.server.answers.feed import Arguments, Call, Content, Part, Reasoning
 from fp8serve.server.answers.formats import Tools
-from fp8serve.server.answers.grammars import SHAPES
 from fp8serve.server.api.answer_pipeline import admit, model_for, reserve
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.streams import until_disconnect
+from fp8serve.server.schemas.messages import NamedTool, Tool, plain_tools
 from fp8serve.server.schemas.openai_bodies import ChatBody
-from fp8serve.server.schemas.tools import NamedTool, Tool, plain_tools
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.generation import Generation
 from fp8serve.server.serving.served import Served
@@ -102,7 +101,7 @@ def _grammar(served: Served, body: ChatBody, end: str, params: SamplingParams) -
     if isinstance(body.tool_choice, NamedTool):
         tools = [tool for tool in tools if tool.function.name == body.tool_choice.function.name]
     strict = any(tool.function.strict for tool in tools)
-    if not body.must_call and (form.tools not in SHAPES or not tools or params.regex or params.grammar):
+    if not body.must_call and (form.shape is None or not tools or params.regex or params.grammar):
         return None
     grammar = form.call_grammar(_declared(tools) or {}, served.tokenizer.added_ids, end)
     if body.must_call:
@@ -110,7 +109,7 @@ def _grammar(served: Served, body: ChatBody, end: str, params: SamplingParams) -
         return grammar.of_calls(several)
     if params.json_schema is not None:
         return grammar.of_calls(body.parallel_tool_calls is not False, params.json_schema)
-    return grammar.of_strict_calls() if strict and SHAPES[form.tools].mark else None
+    return grammar.of_strict_calls() if strict and form.shape is not None and form.shape.mark else None
 
 
 def _format(served: Served, body: ChatBody) -> AnswerFormat:

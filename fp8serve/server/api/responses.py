@@ -17,7 +17,6 @@ from starlette.responses import Response
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.server.api.answer_pipeline import Renderer, respond
-from fp8serve.server.api.bounded_route import BoundedRoute
 from fp8serve.server.api.chat_generation import (
     Change,
     Passage,
@@ -27,16 +26,26 @@ from fp8serve.server.api.chat_generation import (
     generate_chat,
     translated,
 )
-from fp8serve.server.api.dependencies import StateDep
+from fp8serve.server.api.routing import BoundedRoute, StateDep
 from fp8serve.server.api.wire import STREAM, Answer, CachedTokens, JsonObject
 from fp8serve.server.faults import Fault
 from fp8serve.server.http.streams import event
 from fp8serve.server.schemas import item_bodies as b
 from fp8serve.server.schemas.answer_form import JsonSchema, JsonSchemaFormat, ResponseFormat
 from fp8serve.server.schemas.bodies import Strict
-from fp8serve.server.schemas.messages import CalledFunction, Message, ToolCall
+from fp8serve.server.schemas.messages import (
+    Allowed,
+    AllowedTools,
+    CalledFunction,
+    Function,
+    FunctionName,
+    Message,
+    NamedTool,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
 from fp8serve.server.schemas.openai_bodies import ChatBody
-from fp8serve.server.schemas.tools import Allowed, AllowedTools, Function, FunctionName, NamedTool, Tool, ToolChoice
 from fp8serve.server.serving.generation import Generation
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=BoundedRoute)

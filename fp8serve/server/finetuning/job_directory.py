@@ -9,18 +9,19 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import SplitResult
 
-from fp8serve.errors import Fp8ServeError, RequestError
+from fp8serve.errors import Fp8ServeError, RequestError, shown
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.storage.files import fsync
+from fp8serve.options import http_address
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.finetuning.graders import check_grader
 from fp8serve.server.finetuning.job_store import JobStore
-from fp8serve.server.parsing.rows import write_rows
+from fp8serve.server.parsing.sizes import write_rows
 from fp8serve.server.schemas.bodies import Body
 from fp8serve.server.schemas.finetune_bodies import FinetuneBody, Rows
 from fp8serve.server.serving.served import Source
@@ -140,3 +141,37 @@ def file_path(data_dir: Path, file_id: str) -> Path:
     for path in (data_dir / "files").glob(f"{file_id}.*"):
         return path
     raise Fault(Code.FILE_NOT_FOUND, "The file of that id is no longer there.", param="file_id")
+
+
+PORTS = {"http": 80, "https": 443}
+
+
+def check_grader(url: str | None, allowed: Iterable[str]) -> None:
+    """Fault for an address that is not allowed. The message does not say which ones are."""
+    if url is None:
+        return
+    if (address := http_address(url)) is None:
+        message = f"grader_url must be an address such as http://localhost:9000/grade, not {shown(url)}."
+        raise Fault(Code.INVALID_PARAMETER, message, param="grader_url")
+    if not any(_is_below(address, known) for known in map(http_address, allowed) if known is not None):
+        raise Fault(
+            Code.INVALID_PARAMETER,
+            "This server does not send answers to that address.",
+            param="grader_url",
+            hint="Its operator names those that it may ask with --grader-url.",
+        )
+
+
+def _is_below(url: SplitResult, known: SplitResult) -> bool:
+    same = _place(url) == _place(known)
+    root = known.path.rstrip("/")
+    return same and "@" not in url.netloc and _is_plain(url.path) and f"{url.path}/".startswith(f"{root}/")
+
+
+def _place(url: SplitResult) -> tuple[str, str | None, int | None]:
+    return url.scheme, url.hostname, url.port or PORTS.get(url.scheme)
+
+
+def _is_plain(path: str) -> bool:
+    """Whether the path means what it looks like: it holds no `..`, however that is encoded."""
+    return "%" not in path and "\\" not in path and not {".", ".."} & set(path.split("/"))

@@ -9,13 +9,13 @@ import logging
 import re
 import secrets
 import time
+from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fp8serve import logs
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.scope import METHODS, OPEN_PATHS, header, refuse
-from fp8serve.server.http.trace_context import TraceContext, trace_context
 from fp8serve.server.metrics import Metrics
 from fp8serve.server.tracing import RequestSpan, Tracing
 from fp8serve.server.usage import Usage
@@ -33,10 +33,37 @@ UNTRACED = OPEN_PATHS | {"/metrics"}
 _REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 
 
+_HEADER = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
+
+
+class TraceContext(NamedTuple):
+    """The caller's span, as the `traceparent` header says (W3C Trace Context, level 1). A header that is not valid, or
+    comes twice, is ignored, as the specification demands; one of a newer version may have more fields.
+
+        00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01    version, trace id, parent's span id, flags
+
+    `trace_id` has 32 hexadecimal digits and `span_id` 16."""
+
+    trace_id: str
+    span_id: str
+
+
+def trace_context(scope: Scope) -> TraceContext | None:
+    """The trace context of the request; None if it has none."""
+    values = [value for name, value in scope["headers"] if name == b"traceparent"]
+    match = _HEADER.fullmatch(values[0].decode("latin-1").strip()) if len(values) == 1 else None
+    if match is None:
+        return None
+    version, trace_id, span_id, _, more = match.groups()
+    if version == "ff" or (version == "00" and more) or not int(trace_id, 16) or not int(span_id, 16):
+        return None
+    return TraceContext(trace_id, span_id)
+
+
 class AccessLog:
     """See the module. Handlers find the request id in `scope["request_id"]`, and count tokens in `scope["usage"]`."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Tracing) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Tracing | None) -> None:
         self.app = app
         self.metrics = metrics
         self.tracing = tracing
@@ -44,17 +71,17 @@ class AccessLog:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        given = (header(scope, b"x-request-id") or b"").decode("latin-1")
-        scope["request_id"] = given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+        client_id = (header(scope, b"x-request-id") or b"").decode("latin-1")
+        scope["request_id"] = client_id if _REQUEST_ID.fullmatch(client_id) else f"req-{secrets.token_hex(12)}"
         scope["usage"] = Usage(scope["request_id"])
         with logs.request_fields(request_id=scope["request_id"]):
-            if (around := self._begin(scope)) is not None:
-                logs.bind(trace_id=around.trace_id, span_id=around.span_id)
+            if (span := self._begin(scope)) is not None:
+                logs.bind(trace_id=span.trace_id, span_id=span.span_id)
             return await self._answer(scope, receive, _Answer(scope, send))
 
     def _begin(self, scope: Scope) -> TraceContext | RequestSpan | None:
         """The request's span: its own with tracing, otherwise its caller's."""
-        if scope["path"] not in UNTRACED:
+        if self.tracing is not None and scope["path"] not in UNTRACED:
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             scope["span"] = self.tracing.begin(_method(scope), headers)
         return scope.get("span") or trace_context(scope)

@@ -158,7 +158,7 @@ def _check(head: Head, body: bytes) -> Answer:
 
 
 def _write_rows(head: Head, name: str, rows: list[Any]) -> None:
-    from fp8serve.server.parsing.rows import write_rows
+    from fp8serve.server.parsing.sizes import write_rows
 
     folder = Path(head["folder"])
     folder.mkdir(mode=0o700, exist_ok=True)

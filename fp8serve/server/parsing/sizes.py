@@ -3,9 +3,14 @@
 It is checked where a body is read (in a parser process if it is long), so that a large body does not delay the front.
 """
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from fp8serve.errors import RequestError
+from fp8serve.model.storage.files import fsync
 from fp8serve.server.faults import Code, Fault
 
 
@@ -48,3 +53,19 @@ def too_long(tokens: int, context: int, least: str = "") -> Fault:
         f"The prompt has {least}{tokens} tokens, but this model's context holds {context}.",
         hint="Shorten the prompt.",
     )
+
+
+def write_rows(path: Path, rows: Sequence[Any], most: int, row_bytes: int) -> None:
+    """One JSON line for each row, on the disk when this returns.
+
+    RequestError for a row, or a number of rows, that is too large; OSError when the disk refuses.
+    """
+    if len(rows) > most:
+        raise RequestError(f"{len(rows)} rows are more than this server's limit of {most}.")
+    with path.open("w", encoding="utf-8") as file:
+        for number, row in enumerate(rows, 1):
+            line = json.dumps(row)
+            if len(line) > row_bytes:
+                raise RequestError(f"Row {number} is larger than this server's limit of {row_bytes} bytes.")
+            file.write(line + "\n")
+    fsync(path)

@@ -13,8 +13,7 @@ from pydantic_core import PydanticCustomError
 from fp8serve.engine.sampling_params import INT32, MAX_STOP_STRINGS, StopString, Tokens
 from fp8serve.server.schemas.bodies import Body, Strict
 from fp8serve.server.schemas.foreign_fields import MESSAGES, with_foreign_fields
-from fp8serve.server.schemas.messages import MAX_CALLS, ToolName, only_text
-from fp8serve.server.schemas.tools import MAX_TOOLS, ArgumentSchema, NoServerTool
+from fp8serve.server.schemas.messages import MAX_CALLS, MAX_TOOLS, ArgumentSchema, NoServerTool, ToolName, only_text
 
 MAX_BLOCKS = 256
 Id = Annotated[str, Field(min_length=1, max_length=256)]

@@ -5,17 +5,25 @@ no deep nesting.
 not taken as they are stand in `FOREIGN` (foreign_fields.py): those that would change an answer may only hold a value
 that asks for nothing. Bounds that depend on the server (context length, number of prompts) are checked in
 `parsing/sizes.py`.
+
+Fields that are options of another package take names, types, bounds and texts from its dataclass, unless the body
+declares them itself:
+
+    @fields_of(SamplingParams, optional=True)
+    class GenerateParameters(Strict): ...
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
 from fp8serve.engine.sampling_params import MAX_BIASED
+from fp8serve.options import Option, options_of
 
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
@@ -148,3 +156,46 @@ def _encodable(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+AnyBody = TypeVar("AnyBody", bound=Strict)
+NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+def fields_of(
+    source: type, *, leave_out: Collection[str] = (), renamed: Mapping[str, str] = NOTHING, optional: bool = False
+) -> Callable[[type[AnyBody]], type[AnyBody]]:
+    """Adds the options of `source`, under the wire's names if they are `renamed`. `optional`: null or a missing field
+    leaves the choice to `source`.
+    """
+
+    def derive(body: type[AnyBody]) -> type[AnyBody]:
+        options = {renamed.get(o.name, o.name): o for o in options_of(source) if o.name not in leave_out}
+        added: dict[str, Any] = {
+            name: _field(option, optional) for name, option in options.items() if name not in body.model_fields
+        }
+        return create_model(body.__name__, __base__=body, __module__=body.__module__, __doc__=body.__doc__, **added)
+
+    return derive
+
+
+def given(body: Strict, source: type, leave_out: Collection[str] = ()) -> dict[str, Any]:
+    """The options of `source` that `body` gives, as keyword arguments for it."""
+    names = (o.name for o in options_of(source) if o.name not in leave_out)
+    return {name: value for name in names if (value := getattr(body, name, None)) is not None}
+
+
+def _field(option: Option, optional: bool) -> tuple[Any, Any]:
+    kind = _as_json(option)
+    if optional:
+        return kind | None, Field(None, description=option.about.text)
+    default = list(option.default) if isinstance(option.default, tuple) else option.default
+    return kind, Field(default, description=option.about.text)
+
+
+def _as_json(option: Option) -> Any:
+    """The type in JSON: a list if the option is a tuple."""
+    plain = option.about.narrowed or option.plain
+    if get_origin(plain) is tuple:
+        plain = list[get_args(plain)[0]]  # type: ignore[misc]  # a type that is known when it runs
+    return Annotated[(plain, *get_args(option.kind)[1:])]

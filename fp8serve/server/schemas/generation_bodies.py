@@ -10,11 +10,9 @@ from pydantic_core import PydanticCustomError
 
 from fp8serve.engine.sampling_params import SamplingParams, TokenId, Tokens
 from fp8serve.server.schemas.answer_form import Formed, Grammar, Text
-from fp8serve.server.schemas.bodies import Body, LogitBias, TemplateVariables
-from fp8serve.server.schemas.derived import fields_of
+from fp8serve.server.schemas.bodies import Body, LogitBias, TemplateVariables, fields_of
 from fp8serve.server.schemas.foreign_fields import GENERATE, with_foreign_fields
-from fp8serve.server.schemas.messages import Message, ending_of
-from fp8serve.server.schemas.tools import Tools
+from fp8serve.server.schemas.messages import Message, Tools, ending_of
 
 SPELT_OTHERWISE = ("logprobs", "prompt_logprobs", "json_schema", "regex", "grammar")
 """Fields of SamplingParams that are spelt otherwise here: `top_n_tokens` or `details`, and the fields of `Formed`."""

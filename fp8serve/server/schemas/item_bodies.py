@@ -13,8 +13,16 @@ from fp8serve.engine.sampling_params import Tokens
 from fp8serve.server.schemas.answer_form import JsonObjectFormat, TextFormat
 from fp8serve.server.schemas.bodies import Body, Metadata, Strict
 from fp8serve.server.schemas.foreign_fields import RESPONSES, STORED, refused, with_foreign_fields
-from fp8serve.server.schemas.messages import Effort, ToolName, only_text
-from fp8serve.server.schemas.tools import MAX_TOOLS, ArgumentSchema, NoServerTool, Word, choice_of
+from fp8serve.server.schemas.messages import (
+    MAX_TOOLS,
+    ArgumentSchema,
+    Effort,
+    NoServerTool,
+    ToolName,
+    Word,
+    choice_of,
+    only_text,
+)
 
 MAX_PARTS = 256
 Id = Annotated[str, Field(min_length=1, max_length=256)]

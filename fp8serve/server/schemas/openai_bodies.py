@@ -13,11 +13,20 @@ from pydantic_core import PydanticCustomError
 
 from fp8serve.engine.sampling_params import INT32, MAX_LOGPROBS, SamplingParams, StopString, TokenId, Tokens
 from fp8serve.server.schemas.answer_form import Formed, Text
-from fp8serve.server.schemas.bodies import Body, LogitBias, Strict, TemplateVariables
-from fp8serve.server.schemas.derived import fields_of, given
+from fp8serve.server.schemas.bodies import Body, LogitBias, Strict, TemplateVariables, fields_of, given
 from fp8serve.server.schemas.foreign_fields import CHAT, COMPLETION, SAMPLED, STORED, with_foreign_fields
-from fp8serve.server.schemas.messages import Effort, Ending, Message, ending_of
-from fp8serve.server.schemas.tools import AllowedTools, Tool, ToolChoice, Tools, must_call, named_by
+from fp8serve.server.schemas.messages import (
+    AllowedTools,
+    Effort,
+    Ending,
+    Message,
+    Tool,
+    ToolChoice,
+    Tools,
+    ending_of,
+    must_call,
+    named_by,
+)
 
 MAX_STOPS = 4  # as OpenAI documents it; /generate accepts as many as the engine
 Stop = StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)]

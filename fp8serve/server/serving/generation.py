@@ -229,8 +229,10 @@ class _Clock:
         if self._first is not None and output.num_generated > 1:
             self._metrics.per_token.observe((now - self._first) / (output.num_generated - 1))
         if (timing := output.timing) is not None:
-            for name, histogram in self._metrics.phases.items():
-                histogram.observe(getattr(timing, name) or 0.0)
+            self._metrics.queue_seconds.observe(timing.queue or 0.0)
+            self._metrics.prefill_seconds.observe(timing.prefill or 0.0)
+            self._metrics.decode_seconds.observe(timing.decode or 0.0)
+            self._metrics.inference_seconds.observe(timing.inference or 0.0)
 
 
 def build_requests(

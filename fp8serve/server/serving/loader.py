@@ -1,20 +1,23 @@
 """Loads models other than the default while the server runs, and unloads them.
 
 A change of one name waits for the change of the same name that is under way, and loads are made one after the other, so
-that each is compared with the memory of the others (memory.py). Nothing here affects a model that serves. A change
+that each is compared with the memory of the others (`fitted`). Nothing here affects a model that serves. A change
 under way continues when the client that asked for it goes away, and ends with the server.
 """
 
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
-from fp8serve.errors import Fp8ServeError
+from fp8serve.errors import Fp8ServeError, MachineError
+from fp8serve.model.resident import resident
 from fp8serve.model.storage.headers import require_finite
+from fp8serve.model.storage.memory import free_memory
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.serving.memory import fitted
 from fp8serve.server.serving.registry import Registry
 from fp8serve.server.serving.served import EngineHandle, Source
 from fp8serve.server.serving.served_model import ServedModel
@@ -26,16 +29,14 @@ T = TypeVar("T")
 
 
 class Loader:
-    """Adds models to `models` and removes them. `make` makes a model of a name that is not loaded yet; `forget`
-    ends its metrics. `known`: what each name that was served stood for, so that it can be loaded again.
+    """Adds models to `models` and removes them. `make` makes a model of a name that is not loaded yet.
+    `known`: what each name that was served stood for, so that it can be loaded again.
     """
 
-    def __init__(
-        self, models: Registry, make: Callable[[str, Source], ServedModel], forget: Callable[[str], None]
-    ) -> None:
+    def __init__(self, models: Registry, make: Callable[[str, Source], ServedModel]) -> None:
         self.models = models
         self.known: dict[str, Source] = {}
-        self._make, self._forget = make, forget
+        self._make = make
         self._loading = asyncio.Lock()
         self._changing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._supervised: dict[str, asyncio.Task[None]] = {}
@@ -156,8 +157,7 @@ class Loader:
             self.known[name] = before
 
     def _remove(self, name: str) -> None:
-        del self.models.models[name]
-        self._forget(name)
+        self.models.models.pop(name).admission.metrics.forget()
 
 
 def _usable(source: Source, others: Sequence[EngineHandle], checks: bool) -> Source:
@@ -166,3 +166,42 @@ def _usable(source: Source, others: Sequence[EngineHandle], checks: bool) -> Sou
     if checks:
         require_finite(source.directory)
     return found
+
+
+PROCESS = 256 << 20  # bytes that an engine takes besides weights and cache
+CACHE_SHARE = 4  # as engine/memory.py: a quarter of what is left
+
+
+def fitted(source: Source, others: Iterable[EngineHandle]) -> Source:
+    """`source` with a bound for its cache. Blocks. MachineError when it does not fit beside the `others`."""
+    others, options = list(others), source.options
+    if not others or not options.device.startswith("cpu"):
+        return source
+    free, weights = free_memory() - sum(map(_still_to_take, others)), _weight_bytes(source)
+    left = free - weights - PROCESS
+    cache = options.kv_cache_bytes or left // CACHE_SHARE
+    if cache <= 0 or cache > left:
+        wanted = f" and its cache {_said(options.kv_cache_bytes)}" if options.kv_cache_bytes else ""
+        raise MachineError(
+            f"The model does not fit: its weights take {_said(weights)}, its process {_said(PROCESS)}{wanted}, and "
+            f"{_said(max(free, 0))} are free beside what the loaded models may take; unload one, or load a smaller one."
+        )
+    return replace(source, options=replace(options, kv_cache_bytes=cache))
+
+
+def _still_to_take(engine: EngineHandle) -> int:
+    draft = engine.info.get("draft_model") or {}
+    planned = sum(part.get("weight_bytes", 0) for part in (engine.info, draft)) + engine.info.get("kv_cache_bytes", 0)
+    return max(0, int(planned) - engine.resident_bytes) if engine.alive else 0
+
+
+def _weight_bytes(source: Source) -> int:
+    """The most that the weights take, of the draft model, too, which is read as it is stored."""
+    options, draft = source.options, source.options.draft_model
+    peak = resident(source.directory, options.recipe, options.head_dtype, options.scales).peak
+    return peak if draft is None else peak + resident(Path(draft), "stored", options.head_dtype).peak
+
+
+def _said(size: int) -> str:
+    """Bytes in a readable unit."""
+    return f"{size / (1 << 30):.1f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):.1f} MiB"

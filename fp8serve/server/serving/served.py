@@ -22,7 +22,20 @@ from fp8serve.model.text.text_process import describe
 from fp8serve.model.text.tokenizer_facts import TokenizerFacts
 from fp8serve.server.answers.choice import AnswerFormat
 from fp8serve.server.serving.admission import Admission
-from fp8serve.server.serving.heartbeat import HeartbeatMonitor
+
+MOST_PER_TURN = 1.0
+
+
+class HeartbeatMonitor:
+    """Counts the silence of one engine; `turn` is called regularly."""
+
+    def __init__(self) -> None:
+        self.silence = 0.0
+
+    def turn(self, age: float, since_last_turn: float) -> None:
+        """`age`: seconds since the last sign of life."""
+        self.silence = min(self.silence + min(since_last_turn, MOST_PER_TURN), age)
+
 
 SAMPLE_BYTES = 1 << 16
 log = logging.getLogger("fp8serve.server")

@@ -11,8 +11,7 @@ import pytest
 
 from fp8serve.cli import main
 from fp8serve.errors import MachineError
-from fp8serve.server.access.key_file import KeyFile
-from fp8serve.server.access.keys import line_of, read_keys
+from fp8serve.server.access.keys import KeyFile, line_of, read_keys
 from fp8serve.server.settings import Settings
 from tests.patience import until
 from tests.server.access.files import bearer, key_of, one_for_each_scope, write

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from fp8serve.server.access.keys import Caller, TenantLimits, line_of
-from fp8serve.server.access.limits import Tenants, Visit
+from fp8serve.server.access.limits import TenantLimiter, TenantRequest
 from fp8serve.server.faults import Fault
 from fp8serve.server.metrics import Metrics
 from fp8serve.server.usage import Usage
@@ -23,12 +23,12 @@ class Shop:
 
     def __init__(self) -> None:
         self.now = 1000.0
-        self.tenants = Tenants(Metrics(), lambda: self.now)
+        self.tenants = TenantLimiter(Metrics(), lambda: self.now)
 
-    def visit(self, tenant: str = "lab", **limits: int) -> Visit:
-        visit = self.tenants.visit(Caller("key", tenant, ("generate",), TenantLimits(**limits)), Usage())
-        visit.enter()
-        return visit
+    def request(self, tenant: str = "lab", **limits: int) -> TenantRequest:
+        tenant_request = self.tenants.request(Caller("key", tenant, ("generate",), TenantLimits(**limits)), Usage())
+        tenant_request.enter()
+        return tenant_request
 
 
 def refused(fault: pytest.ExceptionInfo[Fault]) -> int | None:
@@ -39,98 +39,98 @@ def refused(fault: pytest.ExceptionInfo[Fault]) -> int | None:
 def test_requests_a_minute_come_back_one_by_one() -> None:
     shop = Shop()
     for _ in range(6):
-        shop.visit(requests_per_minute=6).leave()
+        shop.request(requests_per_minute=6).leave()
     with pytest.raises(Fault, match="may make 6 requests a minute") as fault:
-        shop.visit(requests_per_minute=6)
+        shop.request(requests_per_minute=6)
     assert refused(fault) == 10
     shop.now += 9.5
     with pytest.raises(Fault) as fault:
-        shop.visit(requests_per_minute=6)
+        shop.request(requests_per_minute=6)
     assert refused(fault) == 1
     shop.now += 0.5
-    shop.visit(requests_per_minute=6)
+    shop.request(requests_per_minute=6)
     shop.now += 3600
     for _ in range(6):
-        shop.visit(requests_per_minute=6)
+        shop.request(requests_per_minute=6)
     with pytest.raises(Fault):
-        shop.visit(requests_per_minute=6)
+        shop.request(requests_per_minute=6)
 
 
 def test_tenants_have_books_of_their_own_and_keys_of_one_share_them() -> None:
     shop = Shop()
-    shop.visit("lab", requests_per_minute=1)
-    shop.visit("office", requests_per_minute=1)
+    shop.request("lab", requests_per_minute=1)
+    shop.request("office", requests_per_minute=1)
     for tenant in ("lab", "office"):
         with pytest.raises(Fault):
-            shop.visit(tenant, requests_per_minute=1)
+            shop.request(tenant, requests_per_minute=1)
 
 
 def test_a_request_that_is_refused_for_its_tokens_costs_none() -> None:
     """As docs/operating.md says of every refusal."""
     shop = Shop()
     limits = {"requests_per_minute": 2, "tokens_per_minute": 60}
-    running = shop.visit(**limits)
-    running.set_aside(50)
+    running = shop.request(**limits)
+    running.reserve_tokens(50)
     for _ in range(5):
-        visit = shop.visit(**limits)
+        tenant_request = shop.request(**limits)
         with pytest.raises(Fault, match="this request may need 20") as fault:
-            visit.set_aside(20)
+            tenant_request.reserve_tokens(20)
         assert refused(fault) == 10
-        assert visit.headers()["x-ratelimit-remaining-requests"] == "1"
-        visit.leave()
-    shop.visit(**limits).set_aside(10)
+        assert tenant_request.headers()["x-ratelimit-remaining-requests"] == "1"
+        tenant_request.leave()
+    shop.request(**limits).reserve_tokens(10)
     with pytest.raises(Fault, match="may make 2 requests a minute"):
-        shop.visit(**limits)
+        shop.request(**limits)
 
 
 def test_requests_at_once_end_with_the_request() -> None:
     shop = Shop()
-    first, _ = shop.visit(concurrent_requests=2), shop.visit(concurrent_requests=2)
+    first, _ = shop.request(concurrent_requests=2), shop.request(concurrent_requests=2)
     with pytest.raises(Fault, match="2 requests at once") as fault:
-        shop.visit(concurrent_requests=2)
+        shop.request(concurrent_requests=2)
     assert refused(fault) == 1
     first.leave()
-    shop.visit(concurrent_requests=2)
+    shop.request(concurrent_requests=2)
 
 
 def test_tokens_are_set_aside_and_what_was_not_used_comes_back() -> None:
     shop = Shop()
-    first = shop.visit(tokens_per_minute=60)
-    first.set_aside(50)
-    second = shop.visit(tokens_per_minute=60)
+    first = shop.request(tokens_per_minute=60)
+    first.reserve_tokens(50)
+    second = shop.request(tokens_per_minute=60)
     with pytest.raises(Fault, match="this request may need 20") as fault:
-        second.set_aside(20)
+        second.reserve_tokens(20)
     assert refused(fault) == 10
     first.usage.prompt, first.usage.generated = 5, 5
     first.leave()
     assert second.headers()["x-ratelimit-remaining-tokens"] == "50"
-    second.set_aside(20)
+    second.reserve_tokens(20)
 
 
 def test_a_request_above_the_bound_waits_for_a_full_bucket_and_pays_the_rest_after() -> None:
     shop = Shop()
-    visit = shop.visit(tokens_per_minute=60)
-    visit.set_aside(90)
-    visit.usage.generated = 90
-    visit.leave()
+    tenant_request = shop.request(tokens_per_minute=60)
+    tenant_request.reserve_tokens(90)
+    tenant_request.usage.generated = 90
+    tenant_request.leave()
     with pytest.raises(Fault) as fault:
-        shop.visit(tokens_per_minute=60)
+        shop.request(tokens_per_minute=60)
     assert refused(fault) == 31
     shop.now += 31
     with pytest.raises(Fault) as fault:
-        shop.visit(tokens_per_minute=60).set_aside(61)
+        shop.request(tokens_per_minute=60).reserve_tokens(61)
     assert refused(fault) == 59
     shop.now += 59
-    shop.visit(tokens_per_minute=60).set_aside(61)
+    shop.request(tokens_per_minute=60).reserve_tokens(61)
 
 
 def test_new_limits_count_from_the_next_request() -> None:
     shop = Shop()
-    shop.visit(requests_per_minute=2)
-    assert shop.visit(requests_per_minute=1).headers()["x-ratelimit-limit-requests"] == "1"
-    shop.visit()
+    shop.request(requests_per_minute=2)
+    assert shop.request(requests_per_minute=1).headers()["x-ratelimit-limit-requests"] == "1"
+    shop.request()
     with pytest.raises(Fault):
-        shop.visit(requests_per_minute=1)
+        shop.request(requests_per_minute=1)
 
 
 @pytest.fixture
@@ -193,7 +193,7 @@ async def test_tokens_are_counted_by_tenant_streamed_or_not(start: Start, keys: 
 async def test_a_client_that_leaves_gives_its_place_back(start: Start, keys: Path) -> None:
     async with start(Launcher(lambda: FakeEngine(delay=0.05)), api_keys=keys) as server:
         long = asyncio.create_task(ask(server, "single", new=400))
-        books = server.state.tenants.books
+        books = server.state.tenants.counters
 
         await eventually(lambda: "single" in books and books["single"].running == 1, "the first request")
         assert (await ask(server, "single")).status_code == 429

@@ -8,11 +8,13 @@ import llguidance
 import pytest
 import tokenizers
 
-from fp8serve.server.answers.choice import AnswerFormat, ToolFormat
+from fp8serve.server.answers.choice import TOOL_FAMILIES, AnswerFormat, ToolFormat
 from fp8serve.server.answers.formats import CALL, CALL_END, CALLS, CALLS_END, SEPARATOR
-from fp8serve.server.answers.grammars import SHAPES, CallGrammar, Thought
+from fp8serve.server.answers.grammars import CallGrammar, Thought
 from tests.server.answers.test_readers import joined
 from tests.server.fakes import byte_backend
+
+SHAPES = {name: family.shape for name, family in TOOL_FAMILIES.items() if family.shape is not None}
 
 TOOLS: dict[str, dict[str, Any]] = {
     "weather": {

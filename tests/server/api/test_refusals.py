@@ -149,7 +149,9 @@ async def test_an_image_is_refused_by_name_at_its_place(start: Start, path: str,
 @pytest.mark.parametrize("kind", ["web_search", "web_search_20250305", "code_interpreter", "mcp"])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/tokenize"])
 async def test_a_tool_that_vendors_run_is_refused_by_name(start: Start, path: str, kind: str) -> None:
-    body = {"input": "a"} if path == "/v1/responses" else CHAT if path != "/tokenize" else {"messages": CHAT["messages"]}
+    body = (
+        {"input": "a"} if path == "/v1/responses" else CHAT if path != "/tokenize" else {"messages": CHAT["messages"]}
+    )
     async with start() as server:
         answer = await server.client.post(path, json=body | {"tools": [{"type": kind, "name": kind}]})
         spelt = await server.client.post(path, json=body | {"tools": [{"type": "Not a type! " * 20, "name": "a"}]})

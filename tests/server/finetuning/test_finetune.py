@@ -18,10 +18,9 @@ import pytest
 from hypothesis import strategies as st
 
 from fp8serve.errors import MachineError
-from fp8serve.server.finetuning.job_runner import WORKER
-from fp8serve.server.finetuning.training_process import TrainingProcess
+from fp8serve.server.finetuning.job_runner import WORKER, TrainingProcess
 from fp8serve.server.http.uploads import RowBounds
-from fp8serve.server.schemas.openai_finetune_bodies import JobBody
+from fp8serve.server.schemas.finetune_bodies import JobBody
 from fp8serve.server.settings import ServerLimits
 from fp8serve.train.scratch import write_random_model
 from tests.patience import PATIENCE, eventually

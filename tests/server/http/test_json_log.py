@@ -11,7 +11,7 @@ import pytest
 
 from fp8serve import logs
 from fp8serve.errors import RequestError
-from fp8serve.server.http.trace_context import trace_context
+from fp8serve.server.http.access_log import trace_context
 from fp8serve.server.settings import Settings
 from tests.server.conftest import Start
 from tests.server.fakes import FakeEngine, Launcher, model_dir

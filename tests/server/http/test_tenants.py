@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from fp8serve.engine.request import Request
-from fp8serve.server.http.tenants import Tenants
+from fp8serve.server.http.access_control import TenantNames
 from fp8serve.server.settings import Settings
 from tests.server.conftest import Start
 from tests.server.fakes import FakeEngine, Launcher
@@ -30,7 +30,7 @@ def scope(host: str, **headers: str) -> dict[str, Any]:
     return {"type": "http", "client": (host, 1234), "headers": named}
 
 
-tenant_of = Tenants(Settings(model=Path("m"))).name
+tenant_of = TenantNames(Settings(model=Path("m"))).name
 
 
 def test_an_address_is_a_tenant_where_no_key_is_set() -> None:
@@ -84,16 +84,16 @@ async def test_a_key_is_the_tenant(start: Start) -> None:
 
 def test_names_outlive_a_process_where_its_prefixes_do(tmp_path: Path) -> None:
     kept = Settings(model=Path("m"), cache_dir=str(tmp_path / "kept"))
-    names = {Tenants(settings).name(scope("10.0.0.1"), None) for settings in (kept, kept)}
+    names = {TenantNames(settings).name(scope("10.0.0.1"), None) for settings in (kept, kept)}
     assert len(names) == 1
     assert (tmp_path / "kept" / "tenants.secret").stat().st_mode & 0o777 == 0o600
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["tenants.secret"]
     alone = Settings(model=Path("m"))
-    assert len({Tenants(settings).name(scope("10.0.0.1"), None) for settings in (alone, alone)} | names) == 3
+    assert len({TenantNames(settings).name(scope("10.0.0.1"), None) for settings in (alone, alone)} | names) == 3
 
 
 def test_a_secret_that_cannot_be_kept_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "tenants.secret").write_bytes(b"short")
     settings = Settings(model=Path("m"), cache_dir=str(tmp_path))
-    assert Tenants(settings).name(scope("h"), None) != Tenants(settings).name(scope("h"), None)
+    assert TenantNames(settings).name(scope("h"), None) != TenantNames(settings).name(scope("h"), None)
     assert "it has 5 bytes, and not 32" in caplog.text

@@ -12,8 +12,7 @@ import pytest
 from fp8serve.engine.worker import Heartbeat, Worker
 from fp8serve.errors import RequestError
 from fp8serve.model.text.tokenizer import Tokenizer
-from fp8serve.server.serving.heartbeat import HeartbeatMonitor
-from fp8serve.server.serving.served import Source
+from fp8serve.server.serving.served import HeartbeatMonitor, Source
 from fp8serve.server.serving.served_model import MAX_FAILED_RESTARTS
 from fp8serve.server.settings import Settings
 from tests.patience import PATIENCE, eventually

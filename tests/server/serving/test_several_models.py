@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import RequestError
 from fp8serve.server.named_models import NamedModel
-from fp8serve.server.serving import memory
+from fp8serve.server.serving import loader
 from fp8serve.server.serving.supervisor import EngineSupervisor
 from fp8serve.server.settings import Settings
 from tests.patience import eventually
@@ -234,12 +234,12 @@ async def test_a_model_that_does_not_fit_is_refused_before_anything_starts(
     engine.info |= {"weight_bytes": 300 << 20, "kv_cache_bytes": 500 << 20}
     engine.resident_bytes = 200 << 20
     async with start(launcher_of(tiny=lambda: engine), models_dir=more) as server:
-        monkeypatch.setattr(memory, "free_memory", lambda: 800 << 20)  # 600 MiB of it will be the first model's
+        monkeypatch.setattr(loader, "free_memory", lambda: 800 << 20)  # 600 MiB of it will be the first model's
         answer = await load(server, "x", "a")
         assert (answer.status_code, answer.json()["code"]) == (409, "load_failed")
         assert "200.0 MiB are free" in answer.json()["error"]
         assert len(server.launcher.engines) == 1
-        monkeypatch.setattr(memory, "free_memory", lambda: 1256 << 20)
+        monkeypatch.setattr(loader, "free_memory", lambda: 1256 << 20)
         assert (await load(server, "x", "a")).status_code == 200
         weights = 2 * 2 * 3  # bytes: what the file has in FP32 is served in BF16
         assert server.launcher.sources[-1].options.kv_cache_bytes == ((400 << 20) - weights) // 4

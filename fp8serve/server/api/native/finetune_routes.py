@@ -13,9 +13,8 @@ from fastapi import APIRouter, Header, Query, Request
 from pydantic import ConfigDict
 from starlette.responses import Response
 
-from fp8serve.server.api.bounded_route import BoundedRoute
-from fp8serve.server.api.dependencies import IdempotencyKey, PageSize, StateDep
 from fp8serve.server.api.native.model_routes import Swapped, swap
+from fp8serve.server.api.routing import BoundedRoute, IdempotencyKey, PageSize, StateDep
 from fp8serve.server.api.wire import STREAM, Answer, JsonObject
 from fp8serve.server.finetuning.checkpoints import checkpoint_metrics, checkpoint_name, source_key, written_checkpoints
 from fp8serve.server.finetuning.job_records import Event, Job

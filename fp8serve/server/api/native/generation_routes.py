@@ -22,13 +22,12 @@ from fp8serve.engine.output import RequestOutput, TokenLogprob
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.model.text.tokenizer_facts import TokenizerFacts
 from fp8serve.server.api.answer_pipeline import Renderer, generate_texts, model_for, respond
-from fp8serve.server.api.bounded_route import BoundedRoute
-from fp8serve.server.api.dependencies import StateDep
+from fp8serve.server.api.routing import BoundedRoute, StateDep
 from fp8serve.server.api.wire import STREAM, Answer, JsonObject, absent, closed, finite
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.streams import until_disconnect
 from fp8serve.server.parsing.request_parser import plain
-from fp8serve.server.schemas.derived import given
+from fp8serve.server.schemas.bodies import given
 from fp8serve.server.schemas.generation_bodies import (
     SPELT_OTHERWISE,
     DetokenizeBody,
@@ -36,8 +35,7 @@ from fp8serve.server.schemas.generation_bodies import (
     GenerateParameters,
     TokenizeBody,
 )
-from fp8serve.server.schemas.messages import ending_of
-from fp8serve.server.schemas.tools import plain_tools
+from fp8serve.server.schemas.messages import ending_of, plain_tools
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.generation import Generation
 from fp8serve.server.serving.served import Served

@@ -10,13 +10,13 @@ from fastapi import APIRouter
 from starlette.responses import PlainTextResponse
 
 from fp8serve.errors import RequestError
-from fp8serve.server.api.bounded_route import BoundedRoute
-from fp8serve.server.api.dependencies import StateDep
+from fp8serve.server.api.routing import BoundedRoute, StateDep
 from fp8serve.server.api.wire import Answer, JsonObject
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.named_models import NamedModel, adapters_below, check_name, models_below
-from fp8serve.server.schemas.finetune_bodies import USUAL_MAX_RATIO, ActivateBody
-from fp8serve.server.schemas.model_bodies import (
+from fp8serve.server.schemas.finetune_bodies import (
+    USUAL_MAX_RATIO,
+    ActivateBody,
     AliasBody,
     LoadAdapterBody,
     LoadBody,

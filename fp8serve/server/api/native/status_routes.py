@@ -19,15 +19,15 @@ from starlette.responses import PlainTextResponse, Response
 import fp8serve
 from fp8serve.engine.sampling_params import MAX_STOP_STRINGS
 from fp8serve.errors import Fp8ServeError
-from fp8serve.server.api.bounded_route import BoundedRoute
-from fp8serve.server.api.dependencies import StateDep
 from fp8serve.server.api.native.model_routes import ServedView, served_view
+from fp8serve.server.api.routing import BoundedRoute, StateDep
 from fp8serve.server.api.wire import Answer, JsonObject
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.metrics import CONTENT_TYPE
 from fp8serve.server.schemas.finetune_bodies import SaveScalesBody
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.generation import Generation
+from fp8serve.server.vllm_metrics import VllmMetrics
 
 log = logging.getLogger("fp8serve.server")
 LISTED = 200
@@ -245,7 +245,10 @@ async def save(state: StateDep, body: SaveScalesBody | None = None, model: Model
 
 @router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
 async def metrics(state: StateDep) -> Response:
-    return Response(state.metrics.render(), media_type=CONTENT_TYPE)
+    text = state.metrics.render()
+    if state.settings.vllm_metrics:
+        text += VllmMetrics(state.metrics).render()
+    return Response(text, media_type=CONTENT_TYPE)
 
 
 @router.get("/requests", summary="The requests that are being answered, oldest first")

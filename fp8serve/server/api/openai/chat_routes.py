@@ -12,11 +12,10 @@ from fp8serve.engine.output import RequestOutput
 from fp8serve.server.answers.choice import AnswerReader
 from fp8serve.server.answers.feed import Arguments, Call, Content, Part, Reasoning
 from fp8serve.server.api.answer_pipeline import respond
-from fp8serve.server.api.bounded_route import BoundedRoute
 from fp8serve.server.api.chat_generation import answer_reader, call_id, generate_chat
-from fp8serve.server.api.dependencies import StateDep
 from fp8serve.server.api.openai.completion_routes import Choice, CompletionRenderer, Usage
 from fp8serve.server.api.openai.logprobs import ChatLogprobs, Placed, PromptLogprobs, chat_logprobs
+from fp8serve.server.api.routing import BoundedRoute, StateDep
 from fp8serve.server.api.wire import STREAM, Answer, JsonObject, absent
 from fp8serve.server.schemas.openai_bodies import ChatBody
 from fp8serve.server.serving.generation import Generation

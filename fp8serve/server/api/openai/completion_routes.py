@@ -17,8 +17,6 @@ from starlette.responses import Response
 from fp8serve.engine.output import RequestOutput, TokenLogprob
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.server.api.answer_pipeline import Renderer, Whole, generate_texts, model_for, respond
-from fp8serve.server.api.bounded_route import BoundedRoute
-from fp8serve.server.api.dependencies import StateDep
 from fp8serve.server.api.openai.logprobs import (
     LogprobStream,
     Placed,
@@ -28,6 +26,7 @@ from fp8serve.server.api.openai.logprobs import (
     prompt_table,
     text_logprobs,
 )
+from fp8serve.server.api.routing import BoundedRoute, StateDep
 from fp8serve.server.api.wire import STREAM, Answer, CachedTokens, JsonObject, absent
 from fp8serve.server.faults import Fault
 from fp8serve.server.http.streams import DONE

@@ -15,9 +15,8 @@ from typing import Literal, TypeVar
 from fastapi import APIRouter, Request
 
 from fp8serve.errors import Fp8ServeError, RequestError
-from fp8serve.server.access.limits import Visit
-from fp8serve.server.api.bounded_route import BoundedRoute
-from fp8serve.server.api.dependencies import StateDep
+from fp8serve.server.access.limits import TenantRequest
+from fp8serve.server.api.routing import BoundedRoute, StateDep
 from fp8serve.server.api.wire import Answer, absent
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.streams import until_disconnect
@@ -243,9 +242,9 @@ async def _vectors(
     before, most = reading.prompt(served, texts), most_tokens(body, served, is_pair=False)
     with served.lease(), served.admission.reserve(1) as places:
         ids_of_texts = await _read(texts, before, most, reading, served, request, state)
-        tokens, visit = [len(ids) for ids in ids_of_texts], request.scope["visit"]
+        tokens, tenant_request = [len(ids) for ids in ids_of_texts], request.scope["tenant_request"]
         embed = partial(served.engine.embed, ids_of_texts, reading.dimensions)
-        vectors = await until_disconnect(request, at_once(embed, tokens, places, visit))
+        vectors = await until_disconnect(request, at_once(embed, tokens, places, tenant_request))
     return vectors, sum(tokens)
 
 
@@ -329,20 +328,22 @@ async def _scores(
         read = await until_disconnect(request, state.parser.texts(served, texts))
         ids, segments = [r[0] for r in read], [r[1] for r in read]
         tokens, classify = [len(i) for i in ids], partial(served.engine.classify, ids, segments)
-        scores = await until_disconnect(request, at_once(classify, tokens, places, request.scope["visit"]))
+        scores = await until_disconnect(request, at_once(classify, tokens, places, request.scope["tenant_request"]))
     return scores, sum(tokens)
 
 
 # -- one call of the engine --------------------------------------------------------------------------------------------
 
 
-async def at_once(call: Callable[[], Awaitable[T]], tokens: Sequence[int], places: Places, visit: Visit) -> T:
+async def at_once(
+    call: Callable[[], Awaitable[T]], tokens: Sequence[int], places: Places, tenant_request: TenantRequest
+) -> T:
     """The engine's answer to texts of so many tokens. Fault: it refuses them, has stopped, or they are too many."""
-    visit.set_aside(sum(tokens))
+    tenant_request.reserve_tokens(sum(tokens))
     outcome: Outcome = "failed"
     (ticket,) = places.take([sum(tokens)])  # one place, however many its texts are
     try:
-        visit.usage.prompt += sum(tokens)
+        tenant_request.usage.prompt += sum(tokens)
         answer = await call()
         outcome = "ok"
         return answer

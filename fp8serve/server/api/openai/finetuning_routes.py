@@ -16,15 +16,14 @@ from starlette.responses import Response, StreamingResponse
 
 from fp8serve.model.storage.files import fsync, make_private
 from fp8serve.model.text.data_files import ending_of
-from fp8serve.server.api.bounded_route import BoundedRoute
-from fp8serve.server.api.dependencies import IdempotencyKey, PageSize, StateDep
+from fp8serve.server.api.routing import BoundedRoute, IdempotencyKey, PageSize, StateDep
 from fp8serve.server.api.wire import Answer, JsonObject
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.finetuning.checkpoints import checkpoint_metrics, checkpoint_name, written_checkpoints
 from fp8serve.server.finetuning.job_directory import file_path
 from fp8serve.server.finetuning.job_records import Event, Job, Status, StoredFile, new_file_id
 from fp8serve.server.http.uploads import Upload, receive_upload
-from fp8serve.server.schemas.openai_finetune_bodies import LEARNING_RATE, JobBody
+from fp8serve.server.schemas.finetune_bodies import LEARNING_RATE, JobBody
 from fp8serve.server.server_state import ServerState
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=BoundedRoute)

@@ -1,24 +1,34 @@
-"""Routes whose long bodies are checked before FastAPI sees them, in a parser process.
+"""What all routes have in common: arguments of handlers other than bodies, and the check of long bodies.
 
-FastAPI gets the same request, valid and without rows of training data, which the process has written to
-a file.
+Long bodies are checked in a parser process before FastAPI sees them. FastAPI gets the same request, valid and without
+rows of training data, which the process has written to a file.
 """
 
 import secrets
 import shutil
 from collections.abc import Callable, Coroutine
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
-from fastapi import Request
+from fastapi import Depends, Header, Query, Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
-from fp8serve.server.api.dependencies import state_of
 from fp8serve.server.http.scope import replay
 from fp8serve.server.http.streams import until_disconnect
 from fp8serve.server.parsing.parser_pool import SHORT
 from fp8serve.server.server_state import ServerState
+
+
+def state_of(request: Request) -> ServerState:
+    """The state that `create_app` made."""
+    state: ServerState = request.app.state.server
+    return state
+
+
+StateDep = Annotated[ServerState, Depends(state_of)]
+PageSize = Annotated[int, Query(ge=1, le=1000)]
+IdempotencyKey = Annotated[str | None, Header(max_length=255)]
 
 
 def _context(state: ServerState) -> int:
