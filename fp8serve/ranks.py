@@ -1,8 +1,8 @@
 """Several processes calibrate or train together: each takes every n-th batch, and all end with the bits of one process.
 
 A maximum does not care for order, but a history of amaxes and a sum of FP32 numbers do. So what batches give is
-exchanged, and added up in the order of the batches (of gradients: `train.exchange`). The processes run the same code at
-the same time; rank 0 alone writes and speaks.
+exchanged, and added up in the order of the batches (of gradients: `train.train_step`). The processes run the same code
+at the same time; rank 0 alone writes and speaks.
 """
 
 import gc

@@ -16,9 +16,7 @@ from fp8serve.bench.options import Shape
 from fp8serve.bench.workload import parameters, random_batch, random_decoder
 from fp8serve.fp8.monitor import Monitor
 from fp8serve.fp8.recipe import DelayedScaling
-from fp8serve.train.batch import PackedBatch
-from fp8serve.train.forward import Forward
-from fp8serve.train.target_log_probs import summed_loss
+from fp8serve.train.forward import Forward, PackedBatch, summed_loss
 
 Tell = Callable[[str, int, int], None]  # (what, done, in all)
 

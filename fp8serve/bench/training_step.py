@@ -15,11 +15,9 @@ from fp8serve.bench.options import Shape
 from fp8serve.bench.workload import parameters, random_batch, random_decoder
 from fp8serve.fp8.recipe import from_name
 from fp8serve.model.building import Model
-from fp8serve.train.batch import PackedBatch
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.forward import Forward
+from fp8serve.train.forward import Forward, PackedBatch, summed_loss
 from fp8serve.train.optimizer import Optimizer
-from fp8serve.train.target_log_probs import summed_loss
 
 Tell = Callable[[str, int, int], None]  # (what, done, in all)
 BASELINE = "bf16"

@@ -8,7 +8,7 @@ from fp8serve.bench.options import Shape
 from fp8serve.fp8.conversion import convert
 from fp8serve.model.config.decoder import parse_config
 from fp8serve.model.network.decoder import Decoder
-from fp8serve.train.batch import PackedBatch
+from fp8serve.train.forward import PackedBatch
 from fp8serve.train.scratch import llama_config
 
 

@@ -14,7 +14,7 @@ from fp8serve.client import jobs as client
 from fp8serve.commands.connecting import URL, KeyFile, Server, connected
 from fp8serve.errors import MachineError
 from fp8serve.terminal import AsJson, print_json, print_table, printable
-from fp8serve.train.series import FIRST, Metrics, Points, as_csv, curves, of_run
+from fp8serve.train.events import FIRST_COLUMNS, Metrics, Points, as_csv, curves_of, series_of_run
 
 Run = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, as list shows it, or the directory of a run.")]
 WIDEST = 100  # characters of a chart
@@ -43,7 +43,7 @@ def metrics(
     elif json:
         print_json(found)
     else:
-        print_table(FIRST, [[_cell(row.get(name)) for name in FIRST] for row in found])
+        print_table(FIRST_COLUMNS, [[_cell(row.get(name)) for name in FIRST_COLUMNS] for row in found])
 
 
 def plot(
@@ -77,7 +77,7 @@ def plot(
 def series_of(job: str, server: str, key_file: Path | None) -> list[Metrics]:
     """What a server's job, or the run in a directory, has reported."""
     if Path(job).is_dir():
-        return of_run(Path(job))
+        return series_of_run(Path(job))
     with connected(server, key_file) as api:
         return list(client.series(api, job))
 
@@ -99,7 +99,7 @@ def picture(title: str, series: list[Metrics], metric: list[str]) -> str:
 
 def _frames(series: list[Metrics], metric: list[str]) -> dict[str, dict[str, Points]]:
     """The curves of each frame, by its name: the losses in one, or each metric, which has a range of its own."""
-    found = curves(series, metric)
+    found = curves_of(series, metric)
     return {name: {name: points} for name, points in found.items()} if metric else {"loss": found}
 
 

@@ -62,7 +62,7 @@ class TrainConfig:
     The learning rate rises linearly over `warmup_steps` and falls by `lr_schedule` to `lr * min_lr_ratio`, or stays.
     With `packing="tokens"` a microbatch is filled to `batch_size * seq_len` tokens. Longer texts are cut into windows
     of `seq_len`, longer conversations are truncated. The last step always gets a checkpoint. A served model's chat
-    template is told the day of each request; in training it is told `template_date`. `train.divergence` says when a run
+    template is told the day of each request; in training it is told `template_date`. `train.validation` says when a run
     has made its model worse.
 
     A run that validates (`eval_data`, `eval_every`) may end early: after `patience` validations in a row without a new

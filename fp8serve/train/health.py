@@ -21,9 +21,9 @@ from typing import Literal
 
 from fp8serve.fp8.monitor import Monitor, Reading
 from fp8serve.fp8.stateful import Stateful
-from fp8serve.train.divergence import RISE
 from fp8serve.train.events import Event, OnEvent, message
 from fp8serve.train.forward import Forward
+from fp8serve.train.validation import RISE
 
 WINDOW = 16  # losses
 FEW = 8  # with fewer, a spike has to be three times as high

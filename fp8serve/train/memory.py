@@ -15,7 +15,7 @@ HIDDEN_BYTES, MIDDLE_BYTES = (
     30,
     14,
 )  # that a layer keeps for the backward pass, per hidden and per MLP element of a token
-LOGITS_AT_ONCE = 1 << 20  # elements that are widened to FP32 together (target_log_probs.py)
+LOGITS_AT_ONCE = 1 << 20  # elements that are widened to FP32 together (forward.py)
 SENT_BYTES = 8  # per hidden element of a token, for each of the experts that it is sent to
 
 

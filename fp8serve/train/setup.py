@@ -29,9 +29,9 @@ from fp8serve.model.stored import matrices_note
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.ranks import ALONE, Ranks
 from fp8serve.train import state
-from fp8serve.train.carry import carried_files
+from fp8serve.train.checkpoint import carried_files
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.data import Item, RowCounts, check_length, fingerprint
+from fp8serve.train.data import Item, RowCounts, check_length, fingerprint, total_steps
 from fp8serve.train.events import OnEvent, message
 from fp8serve.train.export import served_in_fp8
 from fp8serve.train.forward import Forward, Logits
@@ -40,7 +40,6 @@ from fp8serve.train.memory import check_layers
 from fp8serve.train.methods.interface import Method
 from fp8serve.train.methods.table import method_of, reader_of
 from fp8serve.train.optimizer import Optimizer
-from fp8serve.train.order import total_steps
 from fp8serve.train.tokenized import TokenizedData
 
 if TYPE_CHECKING:  # importing FSDP2 takes 0.4 s
@@ -169,7 +168,7 @@ def _sharded(
 ) -> "Sharded | None":
     """The model divided among the processes; None if there is one process. JobError: see `check_blocks`."""
     from fp8serve.train.sharded.building import Sharded, described
-    from fp8serve.train.sharded.rows import check_blocks
+    from fp8serve.train.sharded.shards import check_blocks
 
     sharded = Sharded(config, source, kept, ranks) if ranks.in_step else None
     if sharded is not None and config.optimizer_states == "8bit":

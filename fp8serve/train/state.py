@@ -23,8 +23,8 @@ from fp8serve.train.forward import Forward
 from fp8serve.train.optimizer import Optimizer
 
 if TYPE_CHECKING:  # importing FSDP2 takes 0.4 s
-    from fp8serve.train.sharded.asking import Asking
     from fp8serve.train.sharded.building import Sharded
+    from fp8serve.train.sharded.shards import Asking
 
 
 def states(forward: Forward) -> Iterator[tuple[str, ScalingState]]:

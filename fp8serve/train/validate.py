@@ -19,12 +19,11 @@ from fp8serve.model.text.data_files import DataLimits, Rows, read_source
 from fp8serve.model.text.examples import some
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.data import Item, Row, RowCounts, check_length, nothing_to_learn
+from fp8serve.train.data import Item, Row, RowCounts, check_length, epoch_steps, nothing_to_learn, total_steps
 from fp8serve.train.memory import check_layers, memory_estimate
 from fp8serve.train.methods.interface import Reader
 from fp8serve.train.methods.table import reader_of
-from fp8serve.train.order import epoch_steps, total_steps
-from fp8serve.train.packages import check_states
+from fp8serve.train.reporting import check_states
 
 MAX_LISTED = 100  # bad lines described one by one
 TOGETHER = 64  # examples that are tokenized at once

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.methods.dpo.reader import DpoReader
-from fp8serve.train.methods.grpo.reader import GrpoReader
+from fp8serve.train.methods.dpo.data import DpoReader
+from fp8serve.train.methods.grpo.data import GrpoReader
 from fp8serve.train.methods.interface import Method, Reader
 from fp8serve.train.methods.options import MethodName, longest_answer
 from fp8serve.train.methods.sft.reader import SftReader

@@ -1,4 +1,4 @@
-"""Group relative policy optimisation as the trainer uses it.
+"""Group relative policy optimisation as the trainer uses it, and the losses of answers to one prompt, as published.
 
 A step draws G answers to each of its prompts with its initial weights, has them graded, and then updates
 the weights `num_iterations` times by them. A checkpoint is written between steps, so it holds no answers: a resumed
@@ -7,6 +7,21 @@ run draws the same ones again.
 The engine returns an answer's log-probabilities under the policy that drew it. If the trainer has
 the server's bits (model/parity.py), the importance ratio of a step's first update is exactly 1. At a temperature other
 than 1 the policy is the model at that temperature, and a separate forward pass computes its log-probabilities.
+
+For G answers with rewards r to one prompt, the advantage of each is A = r - mean(r), divided by (std(r) + 1e-4): the
+deviation within the group, within the whole step, or not at all (`scale_rewards`: group, batch, none). For a token with
+log-probabilities l of the policy, l_old of the policy that drew it and l_ref of the reference,
+
+    w = exp(l - l_old)
+    loss = -min(w A, clip(w, 1 - epsilon, 1 + epsilon_high) A) + beta (exp(l_ref - l) - (l_ref - l) - 1)
+
+and these are averaged (`loss_type`)
+
+    grpo       over an answer's tokens, then over answers       Shao et al. 2024, eq. 3
+    dapo       over all tokens of the step                      Yu et al. 2025, eq. 8
+    dr_grpo    answers' sums over max_completion_length          Liu et al. 2025; with scale_rewards none
+
+Names and details (the unbiased deviation, its 1e-4) are TRL's.
 """
 
 from collections.abc import Sequence
@@ -26,22 +41,52 @@ from fp8serve.model.building import Model
 from fp8serve.model.checkpoint import load_servable
 from fp8serve.model.storage.files import save_tensors, whole_file
 from fp8serve.model.storage.shards import load_tensors
-from fp8serve.train.batch import collate
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Row
-from fp8serve.train.forward import Logits, Network
+from fp8serve.train.forward import Logits, Network, collate, summed_loss, target_log_probs
 from fp8serve.train.lora import base_recipe
+from fp8serve.train.methods.grpo.data import Prompt
 from fp8serve.train.methods.grpo.grading import Answer, Grader, grader_of
-from fp8serve.train.methods.grpo.loss import advantages, token_kl, token_losses, token_shares
-from fp8serve.train.methods.grpo.reader import Prompt
-from fp8serve.train.methods.grpo.rollouts import Drawn, Rollouts
+from fp8serve.train.methods.grpo.rollouts import Drawn, Rollouts, served_model
 from fp8serve.train.methods.interface import FromData, Measure, Scene
-from fp8serve.train.methods.options import answer_loss, beta_of, longest_answer
-from fp8serve.train.served_state import served_model
-from fp8serve.train.target_log_probs import summed_loss, target_log_probs
+from fp8serve.train.methods.options import AnswerLoss, ScaleRewards, answer_loss, beta_of, longest_answer
 
+LEAST_DEVIATION = 1e-4
 REFERENCE = "reference.safetensors"
 Numbers = npt.NDArray[np.float32]
+
+
+def advantages(rewards: Tensor, scale: ScaleRewards) -> Tensor:
+    """FP64 [groups, G], from rewards of the same shape."""
+    centred = rewards - rewards.mean(1, keepdim=True)
+    if scale == "none":
+        return centred
+    deviation = rewards.std(1, keepdim=True) if scale == "group" else rewards.std()
+    return centred / (deviation + LEAST_DEVIATION)
+
+
+def token_shares(lengths: Sequence[int], loss_type: AnswerLoss, longest: int) -> list[float]:
+    """The weight of a token of each answer, such that the mean over answers of weighted sums is the loss."""
+    if loss_type == "grpo":
+        return [1 / length for length in lengths]
+    if loss_type == "dapo":
+        return [len(lengths) / sum(lengths)] * len(lengths)
+    return [1 / longest] * len(lengths)
+
+
+def token_losses(
+    ratio: Tensor, advantage: Tensor, epsilon: float, epsilon_high: float, beta: float, kl: Tensor | None
+) -> Tensor:
+    """FP32 [P], the loss of every token; advantage: that of its answer."""
+    clipped = ratio.clamp(1 - epsilon, 1 + epsilon_high)
+    losses = -torch.min(ratio * advantage, clipped * advantage)
+    return losses if kl is None else losses + beta * kl
+
+
+def token_kl(log_probs: Tensor, reference: Tensor) -> Tensor:
+    """Schulman's estimate of KL(policy || reference), FP32 [P]: never negative, and 0 where the two are equal."""
+    apart = reference - log_probs
+    return torch.expm1(apart) - apart
 
 
 @dataclass(frozen=True)

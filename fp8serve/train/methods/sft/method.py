@@ -4,12 +4,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fp8serve.train.batch import collate
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Row
-from fp8serve.train.forward import Logits
+from fp8serve.train.forward import Logits, collate, summed_loss
 from fp8serve.train.methods.interface import FromData, Measure
-from fp8serve.train.target_log_probs import summed_loss
 
 
 class Sft(FromData):
