@@ -21,7 +21,7 @@ from typing import Any
 
 from curves import Row, kept, write
 
-from fp8serve.bench.provenance import provenance
+from fp8serve.bench.figures import provenance
 from fp8serve.calibration.data import PASSAGES
 from fp8serve.errors import JobError
 from fp8serve.hub import find_model

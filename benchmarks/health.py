@@ -21,7 +21,7 @@ from typing import Any
 
 from finetuning import rows_of
 
-from fp8serve.bench.provenance import provenance
+from fp8serve.bench.figures import provenance
 from fp8serve.hub import find_model
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.health import Health

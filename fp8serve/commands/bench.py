@@ -57,7 +57,7 @@ def measured(title: str, measure: Callable[[Tell], Mapping[str, Any]]) -> Mappin
 
 def publish(name: str, figures: Mapping[str, Any], out: Path | None, chart: Chart = no_charts) -> dict[str, Any]:
     """The figures with their origin; written to `out`/`name`.json, with the charts beside it."""
-    from fp8serve.bench.provenance import provenance
+    from fp8serve.bench.figures import provenance
 
     module = sys.modules["__main__"].__spec__  # None: started as a script
     program = f"python -m {module.parent}" if module else "fp8serve"
@@ -69,7 +69,7 @@ def publish(name: str, figures: Mapping[str, Any], out: Path | None, chart: Char
 
 def show(result: Mapping[str, Any], as_json: bool, print_tables: Print) -> None:
     """The result as JSON, or as one line on its origin and tables."""
-    from fp8serve.bench.provenance import one_line
+    from fp8serve.bench.figures import one_line
 
     if as_json:
         print_json(result)
@@ -155,9 +155,9 @@ def engine(model: Model, options: Chosen[EngineLoad], out: Out = None, json: AsJ
     from fp8serve.hub import find_model
 
     directory, load = find_model(model), options()
-    from fp8serve.bench.engine import measure
+    from fp8serve.bench.engine import measure_engine
 
-    figures = measured("Engine", lambda tell: measure(directory, tell, **vars(load)))
+    figures = measured("Engine", lambda tell: measure_engine(directory, tell, **vars(load)))
     show(publish("engine", figures, out), json, _print_engine)
 
 
@@ -278,10 +278,10 @@ def speculation(model: Model, options: Chosen[SpeculationLoad], out: Out = None,
     from fp8serve.hub import draft_found, find_model
 
     directory, load = find_model(model), options()
-    from fp8serve.bench.speculation import measure
+    from fp8serve.bench.engine import measure_speculation
 
     chosen = draft_found(vars(load))
-    figures = measured("Speculation", lambda tell: measure(directory, tell, **chosen))
+    figures = measured("Speculation", lambda tell: measure_speculation(directory, tell, **chosen))
     show(publish("speculation", figures, out), json, _print_speculation)
 
 
@@ -318,9 +318,9 @@ def step(
       fp8serve bench step --recipe delayed --recipe block --rows 8
     """
     made, asked = replace(Shape.of(**shape.values), vocab_size=vocab_size), vars(options())
-    from fp8serve.bench.training_step import measure
+    from fp8serve.bench.training import measure_steps
 
-    figures = measured("Training step", lambda tell: measure(tell, shape=made, **asked))
+    figures = measured("Training step", lambda tell: measure_steps(tell, shape=made, **asked))
     show(publish("step", figures, out), json, _print_step)
 
 
@@ -345,9 +345,9 @@ def monitor(shape: Chosen[Shape], options: Chosen[MonitorOptions], out: Out = No
       fp8serve bench monitor --rounds 30 --out figures
     """
     made, asked = Shape.of(**shape.values), vars(options())
-    from fp8serve.bench.monitor import measure
+    from fp8serve.bench.training import measure_monitor
 
-    figures = measured("Monitor", lambda tell: measure(tell, shape=made, **asked))
+    figures = measured("Monitor", lambda tell: measure_monitor(tell, shape=made, **asked))
     show(publish("monitor", figures, out), json, _print_monitor)
 
 

@@ -25,9 +25,9 @@ from typing import Annotated, Any
 import typer
 
 from fp8serve.commands.from_options import Chosen, pairs, with_options
-from fp8serve.ending import ends_when_asked
 from fp8serve.errors import MachineError, RequestError, shown
 from fp8serve.options import options_of
+from fp8serve.processes import ends_when_asked
 from fp8serve.server.named_models import NamedAdapter, NamedModel
 from fp8serve.server.settings import KEY_VARIABLE, ServerLimits, Settings
 from fp8serve.terminal import MODEL

@@ -21,7 +21,7 @@ from fp8serve.train.checkpointing import dated
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Row, RowCounts
 from fp8serve.train.methods.grpo.data import Prompt, PromptExample
-from fp8serve.train.methods.sft.reader import SftReader
+from fp8serve.train.methods.supervised import SftReader
 from fp8serve.train.tokenized import TokenizedData
 from fp8serve.train.trainer import Trainer
 

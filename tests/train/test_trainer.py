@@ -18,7 +18,7 @@ from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train import checkpoint, checkpointing, setup, train_step
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import load_items
-from fp8serve.train.methods.sft.reader import SftReader
+from fp8serve.train.methods.supervised import SftReader
 from fp8serve.train.optimizer import Optimizer
 from fp8serve.train.trainer import Trainer
 

@@ -8,7 +8,7 @@ from fp8serve.train.methods.dpo.data import DpoReader
 from fp8serve.train.methods.grpo.data import GrpoReader
 from fp8serve.train.methods.interface import Method, Reader
 from fp8serve.train.methods.options import MethodName, longest_answer
-from fp8serve.train.methods.sft.reader import SftReader
+from fp8serve.train.methods.supervised import Sft, SftReader
 
 
 def reader_of(config: TrainConfig) -> Reader[Any, Any]:
@@ -23,7 +23,6 @@ def method_of(config: TrainConfig) -> Method[Any]:
     """What the job minimises."""
     from fp8serve.train.methods.dpo.method import Dpo
     from fp8serve.train.methods.grpo.method import Grpo
-    from fp8serve.train.methods.sft.method import Sft
 
     methods: dict[MethodName, Callable[[TrainConfig], Method[Any]]] = {"sft": Sft, "dpo": Dpo, "grpo": Grpo}
     return methods[config.method](config)
