@@ -9,7 +9,6 @@ from fp8serve.fp8.recipe import why_not_gathered
 from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.config.mixture import Experts
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.methods.options import longest_answer
 
 HIDDEN_BYTES, MIDDLE_BYTES = (
     30,
@@ -37,7 +36,7 @@ def memory_estimate(
     what is gathered, and the FP8 weights that are kept for the backward pass.
     """
     if config.method == "grpo":
-        answers = config.batch_size * config.num_generations * longest_answer(config)
+        answers = config.batch_size * config.num_generations * config.longest_answer
         tokens = config.num_generations * tokens + answers
         fraction = answers / tokens
     if config.lora_rank is not None:

@@ -9,7 +9,8 @@ from fp8serve.options import options_of
 from fp8serve.server.schemas.bodies import Body, Metadata
 from fp8serve.server.schemas.derived import fields_of
 from fp8serve.server.schemas.wire_names import NOT_ON_THE_WIRE, WIRE_NAMES
-from fp8serve.train.config import RowLength, TrainConfig
+from fp8serve.train.config import TrainConfig
+from fp8serve.train.run_options import RowLength
 
 Rows = Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
 FileId = Annotated[str, Field(max_length=64)]

@@ -15,8 +15,8 @@ from fp8serve.server.schemas.bodies import Body, Metadata, Strict
 from fp8serve.server.schemas.derived import fields_of, given
 from fp8serve.server.schemas.finetune_bodies import FileId, FinetuneBody, Suffix
 from fp8serve.server.schemas.foreign_fields import refused, with_foreign_fields
-from fp8serve.train.config import ADAPTER, TrainConfig
-from fp8serve.train.methods.options import OPTIONS
+from fp8serve.train.config import TrainConfig
+from fp8serve.train.methods.options import ADAPTER, OPTIONS
 
 LEARNING_RATE = TrainConfig.lr
 BEYOND_OPENAI = {*ADAPTER, *OPTIONS["dpo"]} - {"beta"}

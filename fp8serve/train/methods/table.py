@@ -7,14 +7,14 @@ from fp8serve.train.config import TrainConfig
 from fp8serve.train.methods.dpo.data import DpoReader
 from fp8serve.train.methods.grpo.data import GrpoReader
 from fp8serve.train.methods.interface import Method, Reader
-from fp8serve.train.methods.options import MethodName, longest_answer
+from fp8serve.train.methods.options import MethodName
 from fp8serve.train.methods.supervised import Sft, SftReader
 
 
 def reader_of(config: TrainConfig) -> Reader[Any, Any]:
     """Reads the job's data; loads no torch."""
     readers: dict[MethodName, Callable[[], Reader[Any, Any]]] = {
-        "sft": SftReader, "dpo": DpoReader, "grpo": lambda: GrpoReader(longest_answer(config))
+        "sft": SftReader, "dpo": DpoReader, "grpo": lambda: GrpoReader(config.longest_answer)
     }  # fmt: skip
     return readers[config.method]()
 

@@ -32,7 +32,7 @@ from fp8serve.train.data import fingerprint
 from fp8serve.train.forward import Forward, Logits, collate, target_log_probs
 from fp8serve.train.methods.dpo.data import Pair
 from fp8serve.train.methods.interface import FromData, Measure
-from fp8serve.train.methods.options import SIMPO_GAMMA, PairLoss, beta_of, pair_loss
+from fp8serve.train.methods.options import SIMPO_GAMMA, PairLoss
 
 BY_LENGTH = ("sigmoid_norm", "ipo", "simpo")
 
@@ -79,7 +79,7 @@ class Dpo(FromData):
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
-        self.beta, self.loss_type = beta_of(config), pair_loss(config)
+        self.beta, self.loss_type = config.effective_beta, config.pair_loss
         self.gamma = SIMPO_GAMMA if config.simpo_gamma is None else config.simpo_gamma
         self.reference_free = config.reference_free or self.loss_type == "simpo"
 

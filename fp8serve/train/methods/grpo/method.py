@@ -49,7 +49,7 @@ from fp8serve.train.methods.grpo.data import Prompt
 from fp8serve.train.methods.grpo.grading import Answer, Grader, grader_of
 from fp8serve.train.methods.grpo.rollouts import Drawn, Rollouts, served_model
 from fp8serve.train.methods.interface import FromData, Measure, Scene
-from fp8serve.train.methods.options import AnswerLoss, ScaleRewards, answer_loss, beta_of, longest_answer
+from fp8serve.train.methods.options import AnswerLoss, ScaleRewards
 
 LEAST_DEVIATION = 1e-4
 REFERENCE = "reference.safetensors"
@@ -140,7 +140,7 @@ class Grpo(FromData):
     is_supervised = False
 
     def __init__(self, config: TrainConfig) -> None:
-        self.config, self.beta, self.updates = config, beta_of(config), config.num_iterations
+        self.config, self.beta, self.updates = config, config.effective_beta, config.num_iterations
         self.measures: tuple[Measure, ...] = (
             Measure("reward", "reward"),
             Measure("reward_std"),
@@ -222,7 +222,7 @@ class Grpo(FromData):
         drawn = self._rollouts.draw(step, [prompt.row.ids for prompt in prompts])
         rewards = self._rewards(prompts, drawn)
         lengths = [len(answer.token_ids) for answers in drawn for answer in answers]
-        shares = iter(token_shares(lengths, answer_loss(self.config), longest_answer(self.config)))
+        shares = iter(token_shares(lengths, self.config.answer_loss, self.config.longest_answer))
         even = len(lengths) / sum(lengths)
         better = advantages(torch.tensor(rewards, dtype=torch.float64), self.config.scale_rewards).tolist()
         groups = [

@@ -32,7 +32,6 @@ from fp8serve.train.config import TrainConfig
 from fp8serve.train.forward import Forward
 from fp8serve.train.lora import base_recipe, trained, write_result
 from fp8serve.train.methods.interface import Scene
-from fp8serve.train.methods.options import longest_answer
 
 MAX_SEQUENCES = 64
 BLOCK = 16  # tokens
@@ -92,7 +91,7 @@ class Rollouts:
             self.engine = Engine(config.model, recipe=recipe if isinstance(recipe, str) else to_json(recipe), **options)
         else:
             self.engine = Engine(scene.source, model=served_model(scene.forward), **options)
-        self._params = SamplingParams(max_new_tokens=longest_answer(config), temperature=config.temperature, logprobs=0)
+        self._params = SamplingParams(max_new_tokens=config.longest_answer, temperature=config.temperature, logprobs=0)
 
     def push(self) -> None:
         """Gives the engine the present weights and scales of the run."""
