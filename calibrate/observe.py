@@ -90,8 +90,8 @@ def said_of_experts(counts: Mapping[str, Tensor], *, all_experts: bool) -> tuple
     names = starved(counts)
     if not names:
         return ()
-    told = "their scales come from tokens of other experts" if all_experts else "nothing of them was observed"
-    return (f"The router sent no calibration token to {listed(names)}; {told}.",)
+    message = "their scales come from tokens of other experts" if all_experts else "nothing of them was observed"
+    return (f"The router sent no calibration token to {listed(names)}; {message}.",)
 
 
 @dataclass
@@ -108,19 +108,19 @@ class Seen:
 class Observer:
     """Watches converted `linears` (by name) and the keys and values of the attention modules named in `kv_layers`.
 
-    `recipe` is the argument of `autocast` around every pass; `asked` is the recipe for which the caller needs scales.
+    `recipe` is the argument of `autocast` around every pass; `target` is the recipe for which the caller needs scales.
     """
 
     def __init__(
         self,
         linears: Linears,
-        asked: DelayedScaling,
+        target: DelayedScaling,
         *,
         gradients: bool = False,
         kv_layers: Iterable[str] = (),
     ) -> None:
-        self.linears, self.asked = linears, asked
-        self.recipe = recipe = observing(asked)
+        self.linears, self.target = linears, target
+        self.recipe = recipe = observing(target)
         self.roles = ("input", "weight", "grad_output") if gradients else ("input", "weight")
         device = next(iter(linears.values())).weight.device
         names = [f"{layer}.{part}" for layer in kv_layers for part in "kv"]
@@ -208,12 +208,12 @@ def _note(seen: Seen, newest: float, steps: int, nonfinite: int) -> None:
 
 
 def settle(observer: Observer, chosen: Mapping[str, float] | None = None) -> dict[str, ScalingState]:
-    """The final states, with scales from all batches and histories of the asked length.
+    """The final states, with scales from all batches and histories of the requested length.
 
     chosen: amaxes from which the scales of some tensors are made instead of from the observed ones. Their histories are
     limited to these, because a state's scale must represent its history.
     """
-    states, recipe, chosen = observer.states(), observer.asked, chosen or {}
+    states, recipe, chosen = observer.states(), observer.target, chosen or {}
     amaxes = {n: seen.amax for n, seen in observer.seen.items() if recipe.amax_compute_algo == "max"} | dict(chosen)
     for name, largest in amaxes.items():
         states[name].scale.copy_(scale_of(largest, name, recipe).to(states[name].scale.device))
@@ -262,8 +262,8 @@ def observer_of(
 ) -> Observer:
     """An observer that has seen nothing yet. A recipe that scales by content is observed as the default delayed
     recipe."""
-    asked = delayed(recipe) or DelayedScaling()
-    return Observer(linears, asked, gradients=gradients, kv_layers=attention_names(decoder) if kv_cache else ())
+    target = delayed(recipe) or DelayedScaling()
+    return Observer(linears, target, gradients=gradients, kv_layers=attention_names(decoder) if kv_cache else ())
 
 
 def observe(

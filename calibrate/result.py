@@ -101,8 +101,8 @@ def worst_first(layers: Sequence[LayerReport]) -> tuple[LayerReport, ...]:
 
 def uneven_first(layers: Sequence[LayerReport]) -> tuple[LayerReport, ...]:
     """The layers with an input channel `UNEVEN` times as large as the median one, ordered by its excess."""
-    found = [(x.outlier.excess, x) for x in layers if x.outlier is not None and x.outlier.size >= UNEVEN]
-    return tuple(layer for _, layer in sorted(found, key=lambda pair: -pair[0]))
+    results = [(x.outlier.excess, x) for x in layers if x.outlier is not None and x.outlier.size >= UNEVEN]
+    return tuple(layer for _, layer in sorted(results, key=lambda pair: -pair[0]))
 
 
 @dataclass(frozen=True)

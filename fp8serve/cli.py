@@ -55,8 +55,8 @@ for group, inner in {"models": models.app, "jobs": jobs.app, "key": key.app, "be
     app.add_typer(inner, name=group)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(expected: bool) -> None:
+    if expected:
         typer.echo(f"fp8serve {__version__}")
         raise typer.Exit
 

@@ -51,11 +51,11 @@ def choices(linears: Iterable[str]) -> list[Names]:
 
 def _together(linears: Iterable[str], key: Callable[[str, str], str]) -> list[Names]:
     """Groups, in the order of their first members."""
-    found: dict[str, list[str]] = {}
+    results: dict[str, list[str]] = {}
     for name in linears:
         owner, _, leaf = name.rpartition(".")
-        found.setdefault(key(owner, leaf), []).append(name)
-    return [tuple(names) for names in found.values()]
+        results.setdefault(key(owner, leaf), []).append(name)
+    return [tuple(names) for names in results.values()]
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ class Target:
     ppl_increase: float | None = None  # percent
 
     @classmethod
-    def of(cls, asked: CalibrationOptions) -> "Target | None":
+    def of(cls, settings: CalibrationOptions) -> "Target | None":
         """What the options ask for."""
-        found = cls(asked.target_kl, asked.max_ppl_increase)
-        return None if found == cls() else found
+        result = cls(settings.target_kl, settings.max_ppl_increase)
+        return None if result == cls() else result
 
     def is_met(self, quality: Quality) -> bool:
         """Whether a measured quality is good enough."""
@@ -81,11 +81,11 @@ class Target:
 
 def ordered(linears: Mapping[str, Linear], shares: Mapping[str, float]) -> list[KeptReport]:
     """The groups of `linears`, starting with those whose FP8 adds most KL divergence per byte saved."""
-    found = [
+    results = [
         KeptReport(names, sum(saved(linears[n]) for n in names), sum(shares.get(n, 0.0) for n in names))
         for names in choices(linears)
     ]
-    return sorted(found, key=lambda group: -(group.kl or 0.0) / group.bytes)
+    return sorted(results, key=lambda group: -(group.kl or 0.0) / group.bytes)
 
 
 def saved(linear: nn.Module) -> int:
@@ -95,8 +95,8 @@ def saved(linear: nn.Module) -> int:
 
 def kept_reports(decoder: nn.Module, names: Sequence[str]) -> tuple[KeptReport, ...]:
     """The record of linears that the user named, whose cost is not measured."""
-    found = ((group, sum(saved(decoder.get_submodule(n)) for n in group)) for group in choices(names))
-    return tuple(KeptReport(group, saved, None) for group, saved in found)
+    result = ((group, sum(saved(decoder.get_submodule(n)) for n in group)) for group in choices(names))
+    return tuple(KeptReport(group, saved, None) for group, saved in result)
 
 
 def restore(decoder: nn.Module, names: Iterable[str]) -> None:

@@ -159,11 +159,11 @@ def prompts(engine: Engine) -> dict[str, tuple[int, ...]]:
     if tokenizer is None:
         raise RequestError(lacks_tokenizer(engine.loaded.model_dir))
     if tokenizer.has_chat_template:
-        asked = {name: tokenizer.encode_chat([{"role": "user", "content": text}]) for name, text in TASKS.items()}
+        request = {name: tokenizer.encode_chat([{"role": "user", "content": text}]) for name, text in TASKS.items()}
     else:
-        asked = {name: tokenizer.encode(text + "\n\n") for name, text in TASKS.items()}
-    found = {**asked, "code": tokenizer.encode(CODE)}
-    return {name: tuple(found[name]) for name in ("summary", "edit", "code", "story")}
+        request = {name: tokenizer.encode(text + "\n\n") for name, text in TASKS.items()}
+    results = {**request, "code": tokenizer.encode(CODE)}
+    return {name: tuple(results[name]) for name in ("summary", "edit", "code", "story")}
 
 
 def summary(runs: list[list[dict[str, Any]]]) -> dict[str, Any]:

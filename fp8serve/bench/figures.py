@@ -22,7 +22,7 @@ Call = Callable[[], object]
 
 def fastest(candidates: Mapping[str, Call], seconds: float) -> dict[str, float]:
     """Seconds of the fastest call of each, taking turns for about `seconds` in all and at least three rounds."""
-    found = dict.fromkeys(candidates, math.inf)
+    results = dict.fromkeys(candidates, math.inf)
     for call in candidates.values():
         call()
     began, rounds = time.perf_counter(), 0
@@ -30,9 +30,9 @@ def fastest(candidates: Mapping[str, Call], seconds: float) -> dict[str, float]:
         for name, call in candidates.items():
             start = time.perf_counter()
             call()
-            found[name] = min(found[name], time.perf_counter() - start)
+            results[name] = min(results[name], time.perf_counter() - start)
         rounds += 1
-    return found
+    return results
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -48,22 +48,22 @@ def latencies(values: Sequence[float]) -> dict[str, float]:
 
 def provenance(command: str) -> dict[str, Any]:
     """Everything that a reader needs to repeat or to question a figure. `commit` is null outside a git checkout."""
-    found = examine()
-    cpu, torch = found["cpu"], found["torch"]
+    result = examine()
+    cpu, torch = result["cpu"], result["torch"]
     return {
         "command": command,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(Path(fp8serve.__file__).resolve().parent),
-        "fp8serve": found["fp8serve"],
-        "python": found["python"],
+        "fp8serve": result["fp8serve"],
+        "python": result["python"],
         "torch": torch["version"],
         "threads": torch["threads"],
         "platform": platform.platform(),
         "cpu": cpu["name"],
         "cores": cpu["cores"],
         "instruction_sets": cpu["instruction_sets"],
-        "gpus": [gpu["name"] for gpu in found["gpus"]],
-        "kernels": found["kernels"],
+        "gpus": [gpu["name"] for gpu in result["gpus"]],
+        "kernels": result["kernels"],
     }
 
 

@@ -326,8 +326,8 @@ def measure_peaks(seconds: float) -> Peaks:
     """Reading 512 MB, and torch's product of 2048 x 2048 matrices: in BF16, or FP32 on a CPU without BF16 units."""
     dtype = torch.bfloat16 if {*instruction_sets()} & {"avx512_bf16", "amx_bf16", "bf16"} else torch.float32
     large, square = torch.ones(2**27), torch.randn(2048, 2048).to(dtype)
-    found = fastest({"read": large.sum, "product": lambda: square @ square}, seconds)
-    return Peaks(large.nbytes / found["read"], 2 * 2048**3 / found["product"])
+    result = fastest({"read": large.sum, "product": lambda: square @ square}, seconds)
+    return Peaks(large.nbytes / result["read"], 2 * 2048**3 / result["product"])
 
 
 def measure(
@@ -371,8 +371,8 @@ def _share(row: dict[str, Any], peaks: Peaks) -> float:
 
 def _figures(entry: BenchCase, seconds: float) -> dict[str, Any]:
     candidates = {"ours": entry.call} | ({"torch": entry.torch_bf16} if entry.torch_bf16 else {})
-    found = fastest(candidates, seconds)
-    ours, theirs = found["ours"], found.get("torch")
+    result = fastest(candidates, seconds)
+    ours, theirs = result["ours"], result.get("torch")
     return {
         "op": entry.op,
         "size": entry.size,

@@ -62,11 +62,11 @@ def prompts(load: Load, tokenizer: Path | None) -> list[Prompt]:
     if load.dataset_path is None:
         raise JobError(f"The data set {load.dataset} is a file; give its --dataset-path.")
     path = Path(load.dataset_path)
-    found = list(_sharegpt(path, load, tokenizer) if load.dataset == "sharegpt" else _lines(path, load))
-    if not found:
+    results = list(_sharegpt(path, load, tokenizer) if load.dataset == "sharegpt" else _lines(path, load))
+    if not results:
         raise DataError(f"{path} holds no prompt that can be used.")
-    random.Random(load.seed).shuffle(found)
-    return list(islice(cycle(found), load.num_prompts))
+    random.Random(load.seed).shuffle(results)
+    return list(islice(cycle(results), load.num_prompts))
 
 
 def _read(path: Path) -> str:
@@ -118,11 +118,11 @@ def _is_usual(prompt: int, answer: int) -> bool:
 def body(prompt: Prompt, load: Load, model: str) -> dict[str, Any]:
     """The request for one prompt; greedy, and streamed with its counts of tokens."""
     fixed = load.dataset == "random" if load.ignore_eos is None else load.ignore_eos
-    asked: dict[str, Any] = {"model": model, "max_tokens": prompt.output_len, "temperature": 0, "stream": True}
-    asked |= {"stream_options": {"include_usage": True}} | ({"ignore_eos": True} if fixed else {})
+    request: dict[str, Any] = {"model": model, "max_tokens": prompt.output_len, "temperature": 0, "stream": True}
+    request |= {"stream_options": {"include_usage": True}} | ({"ignore_eos": True} if fixed else {})
     if load.api == "completions":
-        return asked | {"prompt": prompt.text}
-    return asked | {"messages": [{"role": "user", "content": prompt.text}]}
+        return request | {"prompt": prompt.text}
+    return request | {"messages": [{"role": "user", "content": prompt.text}]}
 
 
 @dataclass
@@ -224,7 +224,7 @@ def measure(
 
     ServerError when the server is not there or answers nothing at all.
     """
-    asked = prompts(load, tokenizer)
+    requests = prompts(load, tokenizer)
     with Api(url, key) as api:
         name, place = model or api.first_model(), api.url
     count = 0
@@ -232,9 +232,9 @@ def measure(
     def done() -> None:
         nonlocal count
         count += 1
-        tell("requests", count, len(asked))
+        tell("requests", count, len(requests))
 
-    outcomes, seconds = send(place, key, [body(prompt, load, name) for prompt in asked], load, done)
+    outcomes, seconds = send(place, key, [body(prompt, load, name) for prompt in requests], load, done)
     return {"server": place, "served_model": name, **figures(outcomes, seconds)}
 
 
@@ -270,6 +270,6 @@ def _summary(values: list[float]) -> dict[str, float]:
     """Milliseconds; percentiles between two values are interpolated, as numpy and vLLM do."""
     import numpy as np
 
-    found = 1e3 * np.array(values or [np.nan])
+    result = 1e3 * np.array(values or [np.nan])
     shares = {"median": 50, "p90": 90, "p99": 99}
-    return {"mean": float(found.mean()), **{name: float(np.percentile(found, s)) for name, s in shares.items()}}
+    return {"mean": float(result.mean()), **{name: float(np.percentile(result, s)) for name, s in shares.items()}}

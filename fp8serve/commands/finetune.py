@@ -116,8 +116,8 @@ def _dry_run(config: TrainConfig, procs: int, json: bool) -> None:
     from fp8serve.train.validate import validate
 
     report = validate(config, procs)
-    found = vars(report) | {"data": vars(report.data)}
-    print_json(found) if json else jobs.show_dry_run(found)
+    result = vars(report) | {"data": vars(report.data)}
+    print_json(result) if json else jobs.show_dry_run(result)
     if not report.ok:
         raise typer.Exit(1)
 

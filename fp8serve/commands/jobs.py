@@ -59,11 +59,11 @@ def list_jobs(
       fp8serve jobs list --limit 100 --json
     """
     with connected(server, api_key_file) as api:
-        found = client.jobs(api, most)
+        result = client.jobs(api, most)
     if json:
-        print_json(found)
+        print_json(result)
     else:
-        print_table(("job", "status", "step", "loss", "model"), [_row(job) for job in found])
+        print_table(("job", "status", "step", "loss", "model"), [_row(job) for job in result])
 
 
 @app.command()
@@ -260,13 +260,13 @@ def metrics(
     """
     if csv and json:
         raise typer.BadParameter("--csv and --json are two forms of one result; give one of them.")
-    found = series_of(job, server, api_key_file)
+    result = series_of(job, server, api_key_file)
     if csv:
-        print(as_csv(found), end="")
+        print(as_csv(result), end="")
     elif json:
-        print_json(found)
+        print_json(result)
     else:
-        print_table(FIRST_COLUMNS, [[_cell(row.get(name)) for name in FIRST_COLUMNS] for row in found])
+        print_table(FIRST_COLUMNS, [[_cell(row.get(name)) for name in FIRST_COLUMNS] for row in result])
 
 
 @app.command()
@@ -288,12 +288,12 @@ def plot(
       fp8serve jobs plot ./run --svg loss.svg
       fp8serve jobs plot JOB --metric reward --metric kl
     """
-    found = series_of(job, server, api_key_file)
+    result = series_of(job, server, api_key_file)
     if svg is None:
-        print(chart(found, metric or []))
+        print(chart(result, metric or []))
         return
     try:
-        svg.write_text(picture(f"{Path(job).name}, by step", found, metric or []), encoding="utf-8")
+        svg.write_text(picture(f"{Path(job).name}, by step", result, metric or []), encoding="utf-8")
     except OSError as problem:
         raise MachineError(f"{svg} cannot be written: {problem.strerror}.") from None
 
@@ -323,8 +323,8 @@ def picture(title: str, series: list[Metrics], metric: list[str]) -> str:
 
 def _frames(series: list[Metrics], metric: list[str]) -> dict[str, dict[str, Points]]:
     """The curves of each frame, by its name: the losses in one, or each metric, which has a range of its own."""
-    found = curves_of(series, metric)
-    return {name: {name: points} for name, points in found.items()} if metric else {"loss": found}
+    result = curves_of(series, metric)
+    return {name: {name: points} for name, points in result.items()} if metric else {"loss": result}
 
 
 def show_chart(series: list[Metrics]) -> None:

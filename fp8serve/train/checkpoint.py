@@ -126,8 +126,8 @@ def verify(directory: Path) -> str | None:
 
 def list_checkpoints(root: Path) -> list[Path]:
     """The `step-N` directories under `root`, oldest first."""
-    found = [(int(m[1]), p) for p in (root.iterdir() if root.is_dir() else []) if (m := _STEP.fullmatch(p.name))]
-    return [path for _, path in sorted(found)]
+    steps = [(int(m[1]), p) for p in (root.iterdir() if root.is_dir() else []) if (m := _STEP.fullmatch(p.name))]
+    return [path for _, path in sorted(steps)]
 
 
 def newest_whole(root: Path, on_broken: Callable[[Path, str], None]) -> Path | None:
@@ -224,5 +224,5 @@ def carried_files(source: Path) -> Callable[[Path], None]:
 def training_config(config: dict[str, Any]) -> dict[str, Any]:
     """config.json of the model in training: not quantized, and BF16, which is what activations are computed in."""
     named = "torch_dtype" if "torch_dtype" in config else "dtype"
-    kept = {k: v for k, v in config.items() if k not in ("quantization_config", "dtype", "torch_dtype")}
-    return {**kept, named: "bfloat16"}
+    retained = {k: v for k, v in config.items() if k not in ("quantization_config", "dtype", "torch_dtype")}
+    return {**retained, named: "bfloat16"}

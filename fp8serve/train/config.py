@@ -161,14 +161,14 @@ class TrainConfig(AnswerOptions):
 def _check_recipe(config: TrainConfig) -> None:
     if config.amax_history_len is not None and config.recipe != "delayed":
         raise JobError(f"amax_history_len is the delayed recipe's; the recipe {config.recipe!r} keeps no history.")
-    if not recipe.trains(made := config.fp8_recipe):
+    if not recipe.trains(base := config.fp8_recipe):
         raise RecipeError(f"The recipe {config.recipe!r} is for serving only; train with another.")
-    if recipe.name_of(made) != config.recipe:
+    if recipe.name_of(base) != config.recipe:
         raise RecipeError(
             f"With these recipe_options it is another recipe than {config.recipe!r}; name that one in `recipe`."
         )
     # No file format can express it, so the result would not be served as it was trained.
-    inputs = None if made is None else made.specs.linear["input"]
+    inputs = None if base is None else base.specs.linear["input"]
     if inputs is not None and inputs.source == "current" and inputs.scale_format != "fp32":
         raise RecipeError("Served models compute their scales unrounded; leave power_2_scale off in training.")
 
@@ -186,12 +186,12 @@ def _check_fsdp(config: TrainConfig) -> None:
 
 
 def _check_return(config: TrainConfig) -> None:
-    given = 'on_divergence="return"'
+    option = 'on_divergence="return"'
     if config.recipe != "delayed" or config.lora_rank is not None:
         what = f"the recipe {config.recipe!r}" if config.lora_rank is None else "an adapter"
-        raise JobError(f'{given} changes the margin of delayed scaling, which {what} does not have; use "fail".')
+        raise JobError(f'{option} changes the margin of delayed scaling, which {what} does not have; use "fail".')
     if config.save_every is None:
-        raise JobError(f"{given} goes back to checkpoints at fixed steps; give save_every, too.")
+        raise JobError(f"{option} goes back to checkpoints at fixed steps; give save_every, too.")
 
 
 def _date(name: str, value: Any) -> None:

@@ -138,8 +138,8 @@ def series_of_run(directory: Path) -> list[Metrics]:
         with open_member(path, error=JobError) as file:
             lines = file.read().split(b"\n")[:-1]  # what follows the last newline is being written
         events = [json.loads(line) for line in lines]
-        found = [event for event in events if event["type"] == "metrics"]
-        rows = [{name: value for name, value in event.items() if name not in NOT_MEASURED} for event in found]
+        results = [event for event in events if event["type"] == "metrics"]
+        rows = [{name: value for name, value in event.items() if name not in NOT_MEASURED} for event in results]
         return as_it_stands(rows)
     except (JobError, OSError, ValueError, KeyError, TypeError) as problem:
         raise JobError(f"{path} cannot be read as the log of a run: {one_line(problem)}.") from None
@@ -148,12 +148,12 @@ def series_of_run(directory: Path) -> list[Metrics]:
 def as_it_stands(rows: Iterable[Metrics]) -> list[Metrics]:
     """`rows`, oldest first, without those of steps that the run took again later: each step once, its latest row, in
     order."""
-    kept: list[Metrics] = []
+    retained: list[Metrics] = []
     for row in rows:
-        while kept and kept[-1]["step"] >= row["step"]:
-            kept.pop()
-        kept.append(row)
-    return kept
+        while retained and retained[-1]["step"] >= row["step"]:
+            retained.pop()
+        retained.append(row)
+    return retained
 
 
 def as_csv(series: Sequence[Metrics]) -> str:
@@ -171,14 +171,14 @@ def curves_of(series: Sequence[Metrics], names: Sequence[str] = ()) -> dict[str,
 
     JobError: none of them was.
     """
-    wanted = {name: name for name in names} or LOSSES
-    found = {label: _points(series, name) for label, name in wanted.items()}
-    if drawn := {label: points for label, points in found.items() if points}:
+    expected = {name: name for name in names} or LOSSES
+    results = {label: _points(series, name) for label, name in expected.items()}
+    if drawn := {label: points for label, points in results.items() if points}:
         return drawn
     known = sorted({name for row in series for name in row if name != "step" and _points(series, name)})
     if not known:
         raise JobError("No step has been reported yet; there is nothing to draw.")
-    raise JobError(f"No step has reported {' or '.join(wanted.values())}; there are {', '.join(known)}.")
+    raise JobError(f"No step has reported {' or '.join(expected.values())}; there are {', '.join(known)}.")
 
 
 def _points(series: Sequence[Metrics], name: str) -> Points:

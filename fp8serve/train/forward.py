@@ -61,13 +61,13 @@ class _TargetLogProbs(torch.autograd.Function):
         """hits: bool [P], which is filled in: whether the likeliest token is the target."""
         ctx.save_for_backward(logits, targets)
         ctx.temperature = temperature
-        found = logits.new_empty(len(logits), dtype=torch.float32)
+        result = logits.new_empty(len(logits), dtype=torch.float32)
         for rows, wide, spare in _pieces(logits, temperature):
             if hits is not None:
                 hits[rows] = wide.argmax(-1) == targets[rows]
             torch.log_softmax(wide, -1, out=spare)
-            found[rows] = spare.gather(1, targets[rows, None])[:, 0]
-        return found
+            result[rows] = spare.gather(1, targets[rows, None])[:, 0]
+        return result
 
     @staticmethod
     @once_differentiable
@@ -102,8 +102,8 @@ def target_log_probs(logits: Tensor, targets: Tensor, temperature: float = 1.0) 
 def summed_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """(sum of the cross-entropies in nats, number of positions whose likeliest token is the target)."""
     hits = torch.empty_like(targets, dtype=torch.bool)
-    found = _TargetLogProbs.apply(logits, targets, 1.0, hits)  # type: ignore[no-untyped-call]
-    return -found.sum(), hits.sum()
+    result = _TargetLogProbs.apply(logits, targets, 1.0, hits)  # type: ignore[no-untyped-call]
+    return -result.sum(), hits.sum()
 
 
 @dataclass(frozen=True)
@@ -186,11 +186,11 @@ class Network(nn.Module):
         return self.decoder.leave(x)
 
 
-def _recomputed(part: nn.Module, *given: Any) -> Tensor:
+def _recomputed(part: nn.Module, *source: Any) -> Tensor:
     """A part that is run again for the backward pass. It is given its weights by hand, for at its second run those of
     the caller's `functional_call` are gone."""
     weights = dict(part.named_parameters())
-    return checkpoint(functional_call, part, weights, given, use_reentrant=False)  # type: ignore[no-any-return]
+    return checkpoint(functional_call, part, weights, source, use_reentrant=False)  # type: ignore[no-any-return]
 
 
 class Forward:
@@ -271,8 +271,8 @@ class Forward:
         calibrating = autocast(enabled=False, recipe=self._run_by, calibrating=True, session=self._session)
         with every_expert(self.network):  # in the backward pass, too, which may run layers again
             with calibrating:
-                found = loss(self._logits)
-            found.backward()  # type: ignore[no-untyped-call]
+                result = loss(self._logits)
+            result.backward()  # type: ignore[no-untyped-call]
         self.network.zero_grad(set_to_none=True)
         for mixture in mixtures(self.network).values():
             _lend_gradient_scales(mixture)

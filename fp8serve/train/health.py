@@ -59,10 +59,10 @@ class Health:
 
     def step(self, step: int, loss: float) -> None:
         """The loss of step `step`, and the scales of all tensors as it left them."""
-        if (told := self._spikes.of(step, loss)) is not None:
-            self._on_event(told)
+        if (reported := self._spikes.of(step, loss)) is not None:
+            self._on_event(reported)
         readings = self._monitor.step()
-        found: dict[Kind, list[Reading]] = {
+        results: dict[Kind, list[Reading]] = {
             "overflow": [r for r in readings if r.headroom < -OVERFLOW_BITS],
             "underflow": [r for r in readings if "underflow" in r.troubles],
             "nonfinite": [r for r in readings if r.nonfinite > self._dropped.get((r.layer, r.tensor), 0)],
@@ -70,7 +70,7 @@ class Health:
         }
         self._scales |= {(r.layer, r.tensor): r.scale for r in readings}
         self._dropped |= {(r.layer, r.tensor): r.nonfinite for r in readings}
-        for kind, some in found.items():
+        for kind, some in results.items():
             self._tell(step, kind, some)
 
     def close(self) -> None:

@@ -87,10 +87,10 @@ def served_network(
 
 
 def _cache(model_dir: Path, scales: Path | str | None) -> list[KvScale]:
-    found = kv_scales(model_dir, scales)
-    if not found:
+    result = kv_scales(model_dir, scales)
+    if not result:
         raise ScalesError(f"{model_dir} has no scales of keys and values; calibrate with --kv-cache.")
-    return [KvScale.of(*found[layer]) for layer in sorted(found)]
+    return [KvScale.of(*result[layer]) for layer in sorted(result)]
 
 
 def _refuse(reasons: Sequence[str]) -> None:

@@ -75,11 +75,11 @@ def _of_shards(model: ModelConfig, config: TrainConfig, tokens: int, fraction: f
     in_fp8 = why_not_gathered(config.fp8_recipe) is None
     element = 1 if in_fp8 else 2 if config.fp8_recipe is None or config.master_weights == "optimizer" else 4
     cast = 0 if config.fp8_recipe is None else linears * (1 if _has_one_cast(config) else 2)
-    kept = cast // processes if in_fp8 else cast // model.num_layers if config.recompute else cast
+    retained = cast // processes if in_fp8 else cast // model.num_layers if config.recompute else cast
     parts = {
         "weights": own // processes,
         "gradients": 4 * every // processes + 8 * max(layer, rest),
-        "casts": 2 * rest + 2 * element * layer + kept,
+        "casts": 2 * rest + 2 * element * layer + retained,
         "activations": tokens * _kept(model, config),
         "logits": _of_logits(int(tokens * fraction) * model.vocab_size),
     }

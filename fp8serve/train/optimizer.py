@@ -45,8 +45,8 @@ def _adamw_8bit(
     groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float
 ) -> torch.optim.Optimizer:
     """torchao's AdamW over parameter groups."""
-    made: torch.optim.Optimizer = _torchao().AdamW8bit(groups, lr=lr, betas=betas, eps=eps)
-    return made
+    created: torch.optim.Optimizer = _torchao().AdamW8bit(groups, lr=lr, betas=betas, eps=eps)
+    return created
 
 
 def _step_8bit(optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -59,29 +59,29 @@ def _step_8bit(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 def flat_state(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A parameter's state as plain tensors."""
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for name, value in entry.items():
         parts = {f"{name}_{part}": getattr(value, part) for part in PARTS if hasattr(value, part)}
-        found |= parts or {name: value}
-    return found
+        results |= parts or {name: value}
+    return results
 
 
 def whole_state(entry: Mapping[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
     """The reverse of `flat_state`, for the state of `parameter`, on its device."""
-    found = {name: value for name, value in entry.items() if name.rpartition("_")[2] not in PARTS}
+    results = {name: value for name, value in entry.items() if name.rpartition("_")[2] not in PARTS}
     for name, signed in MOMENTS.items():
         if f"{name}_codes" in entry:
-            found[name] = _moment(entry[f"{name}_codes"], entry[f"{name}_scale"], signed, parameter)
-    return found
+            results[name] = _moment(entry[f"{name}_codes"], entry[f"{name}_scale"], signed, parameter)
+    return results
 
 
 def _moment(codes: Tensor, scale: Tensor, signed: bool, parameter: Tensor) -> Tensor:
     state: Any = _torchao().subclass_8bit.OptimState8bit
     block = codes.numel() // scale.numel()
-    made: Tensor = state.zeros(parameter.shape, signed, block, parameter.device, dtype=parameter.dtype)
+    created: Tensor = state.zeros(parameter.shape, signed, block, parameter.device, dtype=parameter.dtype)
     for part, value in zip(PARTS, (codes, scale), strict=True):
-        getattr(made, part).copy_(value)
-    return made
+        getattr(created, part).copy_(value)
+    return created
 
 
 def _torchao() -> Any:
@@ -192,9 +192,9 @@ class Optimizer:
 
     def _of(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
         """The optimizer that updates a parameter."""
-        found = self._small if self._small is not None and parameter.dim() >= 2 else self._adam
-        assert found is not None
-        return found
+        result = self._small if self._small is not None and parameter.dim() >= 2 else self._adam
+        assert result is not None
+        return result
 
     @torch.no_grad()
     def load(self, masters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:

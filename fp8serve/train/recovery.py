@@ -38,18 +38,18 @@ def attempts(config: TrainConfig) -> list[TrainConfig]:
     options = dict(config.recipe_options)
     larger = {**options, "margin": min(margin + LARGER, MAX_MARGIN)}
     shared = {name: value for name, value in options.items() if name in _SHARED}
-    found = [config]
+    results = [config]
     if margin < MAX_MARGIN:
-        found.append(dataclasses.replace(config, recipe_options=larger, on_divergence="fail"))
+        results.append(dataclasses.replace(config, recipe_options=larger, on_divergence="fail"))
     current = dataclasses.replace(
         config, recipe="current", recipe_options=shared, amax_history_len=None, on_divergence="fail"
     )
-    return [*found, current]
+    return [*results, current]
 
 
 def attempt(config: TrainConfig, returns: int) -> TrainConfig:
     """The job after `returns` returns."""
-    return (found := attempts(config))[min(returns, len(found) - 1)]
+    return (result := attempts(config))[min(returns, len(result) - 1)]
 
 
 def described(config: TrainConfig) -> str:
@@ -71,8 +71,8 @@ def _margin(config: TrainConfig) -> int:
 
 def go_back_if_diverged(course: Course) -> None:
     """Raises DivergenceError, on all ranks."""
-    found = course.ranks.gather(outcome(course).divergence) if course.may_go_back else []
-    if (why := next(filter(None, found), None)) is not None:
+    results = course.ranks.gather(outcome(course).divergence) if course.may_go_back else []
+    if (why := next(filter(None, results), None)) is not None:
         raise DivergenceError(why)
 
 

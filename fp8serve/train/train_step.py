@@ -110,15 +110,15 @@ class _Bucket:
 
 def _buckets_of(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Buckets of the parameters in their order, as many in each as fit."""
-    found: list[list[nn.Parameter]] = []
+    results: list[list[nn.Parameter]] = []
     room = 0
     for parameter in parameters:
         if room < parameter.numel():
-            found.append([])
+            results.append([])
             room = max(BUCKET, parameter.numel())
-        found[-1].append(parameter)
+        results[-1].append(parameter)
         room -= parameter.numel()
-    return found
+    return results
 
 
 def accumulate_gradients(
@@ -139,7 +139,7 @@ def accumulate_gradients(
     """
     weight = method.weight([item for items in microbatches for item in items])
     # FP64 on the model's device: reading each microbatch's figures would wait for a GPU; one read at the end is enough
-    found = torch.zeros(len(microbatches), 1 + len(method.measures), dtype=torch.float64, device=forward.device)
+    result = torch.zeros(len(microbatches), 1 + len(method.measures), dtype=torch.float64, device=forward.device)
     exchange = Exchange(list(optimizer.masters.values()), ranks) if sharded is None else sharded.exchange()
     several = len(microbatches) > ranks.size  # with one microbatch, there is nothing to keep
     with forward.one_update():
@@ -152,13 +152,13 @@ def accumulate_gradients(
                 with _random_numbers(f"{seed}:{index}"):
                     sums = _backward(method, forward, microbatches[index], weight, first)
                 if has_one:
-                    found[mine] = sums
+                    result[mine] = sums
                 optimizer.collect()
             exchange.round()
     exchange.finish()
     if ranks.size > 1:
-        dist.all_reduce(found)  # each row is zero on all ranks but one
-    return [value / weight for value in _sum_in_order(found)]
+        dist.all_reduce(result)  # each row is zero on all ranks but one
+    return [value / weight for value in _sum_in_order(result)]
 
 
 def _sum_in_order(found: Tensor) -> list[float]:
@@ -178,9 +178,9 @@ def _random_numbers(seed: str) -> Iterator[None]:
 
 
 def _backward(method: Method[Any], forward: Forward, items: Sequence[Item], weight: int, first: bool | None) -> Tensor:
-    found = method.sums(partial(forward.logits, is_first_microbatch=first), items)
-    (found[0] / weight).backward()  # type: ignore[no-untyped-call]
-    return torch.stack([value.detach().double() for value in found])
+    result = method.sums(partial(forward.logits, is_first_microbatch=first), items)
+    (result[0] / weight).backward()  # type: ignore[no-untyped-call]
+    return torch.stack([value.detach().double() for value in result])
 
 
 def take_step(course: Course, step: Step) -> float:
@@ -207,22 +207,22 @@ def _update(course: Course, microbatches: Sequence[Sequence[Item]], rate: float)
     """Makes all updates of a step; returns the means that the step reports, and the norm of the last gradient. A norm
     that is not finite ends the updates."""
     method, forward, optimizer = course.setup.method, course.setup.forward, course.setup.optimizer
-    seed, found, norm = f"{course.config.seed}:{course.progress.step}", list[list[float]](), 0.0
-    while len(found) < method.updates and math.isfinite(norm):
-        found.append(
+    seed, result, norm = f"{course.config.seed}:{course.progress.step}", list[list[float]](), 0.0
+    while len(result) < method.updates and math.isfinite(norm):
+        result.append(
             accumulate_gradients(
                 method,
                 forward,
                 optimizer,
                 microbatches,
                 ranks=course.ranks,
-                seed=f"{seed}:{len(found)}",
+                seed=f"{seed}:{len(result)}",
                 sharded=course.setup.sharded,
             )
         )
         norm = optimizer.step(rate)
     of_first = [False, *(measure.of_first for measure in method.measures)]
-    return [a if is_first else b for a, b, is_first in zip(found[0], found[-1], of_first, strict=True)], norm
+    return [a if is_first else b for a, b, is_first in zip(result[0], result[-1], of_first, strict=True)], norm
 
 
 def _skip(course: Course, norm: float) -> None:

@@ -194,16 +194,16 @@ class Trainer:
         check_states(self.config)
         with self.ranks.together():
             lock = self._taken() if self.ranks.first else nullcontext()
-        telling = reported(self.config, on_event) if self.ranks.first else nullcontext(_ignore)
+        reporting = reported(self.config, on_event) if self.ranks.first else nullcontext(_ignore)
         returns = None
-        with lock, telling as tell, torch.random.fork_rng(devices=[]):
+        with lock, reporting as report, torch.random.fork_rng(devices=[]):
             while True:
                 torch.manual_seed(self.config.seed)
-                run = _Run(self.config, tell, self.ranks, returns)
+                run = _Run(self.config, report, self.ranks, returns)
                 try:
                     return run.to_end(stop)
-                except DivergenceError as found:
-                    why = str(found)
+                except DivergenceError as divergence:
+                    why = str(divergence)
                 finally:
                     run.close()
                 returns = run.go_back(why)
@@ -242,24 +242,24 @@ class _Run:
         self.started = time.monotonic()
         self.came_back = returns is not None
         self.saving = Saving(Path(config.out), ranks, on_event)
-        asked = ranks.by_first(lambda: dated(config, self.saving.latest))
+        settings = ranks.by_first(lambda: dated(config, self.saving.latest))
         saved = ranks.by_first(self.saving.returns)
         with ranks.together():
-            self.course = self._prepared(asked, on_event, ranks, saved if returns is None else returns)
+            self.course = self._prepared(settings, on_event, ranks, saved if returns is None else returns)
         if self.saving.latest is None:
             begin(self.course)
         self.began = self.course.progress.step
         first_loss = self.course.progress.first_loss
         self.health = Health(self.course.setup.forward, on_event, first_loss) if ranks.first else None
 
-    def _prepared(self, asked: TrainConfig, on_event: OnEvent, ranks: Ranks, returns: int) -> Course:
+    def _prepared(self, settings: TrainConfig, on_event: OnEvent, ranks: Ranks, returns: int) -> Course:
         """Reads from the disk what the first step needs."""
-        latest, config = self.saving.latest, recovery.attempt(asked, returns)
-        for tried in recovery.attempts(asked) if asked.on_divergence == "return" else ():
+        latest, config = self.saving.latest, recovery.attempt(settings, returns)
+        for tried in recovery.attempts(settings) if settings.on_divergence == "return" else ():
             check_format(tried)
         setup = prepare(config, latest or Path(config.model), on_event, ranks)
-        identity = identity_of(asked, setup.data_fingerprint, latest)
-        course = Course(asked, config, ranks, on_event, setup, identity, Progress(returns=returns))
+        identity = identity_of(settings, setup.data_fingerprint, latest)
+        course = Course(settings, config, ranks, on_event, setup, identity, Progress(returns=returns))
         if latest is not None:
             resume(course, latest)
         return course
@@ -293,8 +293,8 @@ class _Run:
         go_back_if_diverged(course)
         latest, held_out = self.saving.save(course), course.progress.held_out
         chosen = self._chosen(latest)
-        found = outcome(course, held_out.last if chosen == latest else held_out.best)
-        return ranks.by_first(lambda: self._finished(chosen, found))
+        result = outcome(course, held_out.last if chosen == latest else held_out.best)
+        return ranks.by_first(lambda: self._finished(chosen, result))
 
     def go_back(self, why: str) -> int:
         """See `returning.go_back`."""

@@ -70,8 +70,8 @@ def held_out_metrics(
     """{"valid_loss", and the measures of `method`}: means over all `items`; one rank computes each batch."""
     batches = [items[start : start + batch_size] for start in range(0, len(items), batch_size)]
     sums = [0.0] * (1 + len(method.measures))
-    for found in ranks.each(batches, lambda batch: [float(value) for value in method.sums(forward.logits, batch)]):
-        sums = [so_far + more for so_far, more in zip(sums, found, strict=True)]
+    for result in ranks.each(batches, lambda batch: [float(value) for value in method.sums(forward.logits, batch)]):
+        sums = [so_far + more for so_far, more in zip(sums, result, strict=True)]
     weight, names = method.weight(items), ["valid_loss", *(measure.held_out for measure in method.measures)]
     return {name: value / weight for name, value in zip(names, sums, strict=True)}
 

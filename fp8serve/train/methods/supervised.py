@@ -43,8 +43,8 @@ class SftReader:
     def row(self, row: str | Mapping[str, Any], where: str) -> Example:
         return example_of(row, where)
 
-    def file(self, given: Path | str, limits: DataLimits) -> Iterator[Example]:
-        return read_examples([given], limits)
+    def file(self, source: Path | str, limits: DataLimits) -> Iterator[Example]:
+        return read_examples([source], limits)
 
     def items(self, examples: Iterable[Example], tokenizer: Tokenizer, seq_len: int) -> tuple[list[Row], RowCounts]:
         rows: list[Row] = []
@@ -52,9 +52,9 @@ class SftReader:
         for example, whole in tokenize_all(examples, tokenizer, sys.maxsize):
             count += 1
             truncated += not isinstance(example, TextExample) and len(whole.ids) > seq_len + 1
-            made = [row for row in _rows(example, whole, seq_len) if row.trainable]
-            dropped += not made
-            rows += made
+            created = [row for row in _rows(example, whole, seq_len) if row.trainable]
+            dropped += not created
+            rows += created
         tokens, trainable = sum(r.tokens for r in rows), sum(r.trainable for r in rows)
         return rows, RowCounts(count, len(rows), tokens, trainable, dropped, truncated)
 

@@ -67,22 +67,22 @@ class Unit(nn.Module):
         self.trained = [n for n, parameter in part.named_parameters() if parameter.requires_grad]
         self.seen: set[str] = set()
 
-    def forward(self, x: Tensor, *given: Any) -> Tensor:
+    def forward(self, x: Tensor, *source: Any) -> Tensor:
         """part(x, place, attend)."""
         trim()
         if not torch.is_grad_enabled():
-            return self._run(x, *given)
+            return self._run(x, *source)
         x = _Completed.apply(x, self)  # type: ignore[no-untyped-call]
         if self.recompute:
-            return checkpoint(self._run, x, *given, use_reentrant=False)  # type: ignore[no-any-return]
-        return self._run(x, *given)
+            return checkpoint(self._run, x, *source, use_reentrant=False)  # type: ignore[no-any-return]
+        return self._run(x, *source)
 
-    def _run(self, x: Tensor, *given: Any) -> Tensor:
+    def _run(self, x: Tensor, *source: Any) -> Tensor:
         weights = {n: p for n, p in self.part.named_parameters() if n not in self.as_is and p.dtype != torch.bfloat16}
         casts = {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
         if not casts:
-            return self.part(x, *given)  # type: ignore[no-any-return]
-        return functional_call(self.part, casts, (x, *given))  # type: ignore[no-any-return]
+            return self.part(x, *source)  # type: ignore[no-any-return]
+        return functional_call(self.part, casts, (x, *source))  # type: ignore[no-any-return]
 
     def complete_gradients(self) -> None:
         """Notes which weights have a gradient, and gives the others one that changes nothing: on other ranks they may
@@ -115,16 +115,16 @@ class _Completed(torch.autograd.Function):
 
 def divide_unit(unit: Unit, mesh: DeviceMesh) -> None:
     """Divides a layer's weights among the ranks of `mesh`; they must be the same on all."""
-    kept = {parameter for parameter in unit.parameters() if not parameter.requires_grad}
+    retained = {parameter for parameter in unit.parameters() if not parameter.requires_grad}
     all_cast = not any(name in unit.as_is for name in unit.trained)
-    fully_shard(unit, mesh=mesh, mp_policy=BF16 if all_cast else AS_IT_IS, ignored_params=kept)
+    fully_shard(unit, mesh=mesh, mp_policy=BF16 if all_cast else AS_IT_IS, ignored_params=retained)
 
 
 def divide_rest(network: nn.Module, units: Sequence[Unit], mesh: DeviceMesh) -> None:
     """Divides what is around the layers, embedding and head, and makes `network` the root of all units."""
     done = {parameter for unit in units for parameter in unit.parameters()}
-    kept = {parameter for parameter in network.parameters() if not parameter.requires_grad}
-    fully_shard(network, mesh=mesh, mp_policy=BF16, ignored_params=done | kept, reshard_after_forward=True)
+    retained = {parameter for parameter in network.parameters() if not parameter.requires_grad}
+    fully_shard(network, mesh=mesh, mp_policy=BF16, ignored_params=done | retained, reshard_after_forward=True)
 
 
 class OrderedSum:

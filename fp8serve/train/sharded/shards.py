@@ -116,7 +116,7 @@ def sharded_norm(shards: Shards, grads: Mapping[str, Tensor]) -> float:
 def _joined(shards: Shards, names: list[str], mine: list[Tensor]) -> dict[str, Tensor]:
     """The parts of all processes, put together: one exchange of parts that are padded to equal length."""
     lengths = {name: _lengths(shards, name) for name in names}
-    widths = {name: max(found) for name, found in lengths.items()}
+    widths = {name: max(result) for name, result in lengths.items()}
     sent = torch.cat([pad(part, (0, widths[name] - len(part))) for name, part in zip(names, mine, strict=True)])
     received = sent.new_empty(shards.ranks.size, len(sent))
     dist.all_gather(list(received.unbind()), sent)
@@ -168,16 +168,16 @@ class Asking:
     def by_first(self, make: Callable[[], T]) -> T:
         """As `Ranks.by_first`; `make` may read whole tensors."""
         ranks = self._shards.ranks
-        made = None
+        created = None
         with ranks.together():
             if ranks.first:
                 try:
-                    made = make()
+                    created = make()
                 finally:
                     ranks.tell(None)
             else:
                 self._answer()
-        return ranks.gather(made)[0]  # type: ignore[return-value]
+        return ranks.gather(created)[0]  # type: ignore[return-value]
 
     def _answer(self) -> None:
         while (name := _heard()) is not None:

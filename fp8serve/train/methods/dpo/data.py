@@ -51,39 +51,41 @@ class PairExample:
     rejected: PromptExample | ChatExample
 
 
-def read_pairs(given: Path | str, limits: DataLimits = LIMITS) -> Iterator[PairExample]:
+def read_pairs(source: Path | str, limits: DataLimits = LIMITS) -> Iterator[PairExample]:
     """All pairs of a source (`model.text.data_files`), in order. DataError while iterating: it has none, is too large,
     or has a broken row."""
-    return read_rows(given, pair_of, "holds no pairs; give rows of `prompt`, `chosen` and `rejected`.", COLUMNS, limits)
+    return read_rows(
+        source, pair_of, "holds no pairs; give rows of `prompt`, `chosen` and `rejected`.", COLUMNS, limits
+    )
 
 
 def pair_of(row: str | Mapping[str, Any], where: str) -> PairExample:
     """The pair in a row or in a line of JSON; DataError names `where` and what is wrong."""
-    found = object_of(row, where)
-    is_openai = any(name in found for name in OPENAI)
-    if any(found.get(name) is None for name in (OPENAI if is_openai else ANSWERS)):
+    result = object_of(row, where)
+    is_openai = any(name in result for name in OPENAI)
+    if any(result.get(name) is None for name in (OPENAI if is_openai else ANSWERS)):
         raise DataError(
-            f"{where} has only {shown(sorted(found))}; give `chosen` and `rejected` with or without `prompt`, or "
+            f"{where} has only {shown(sorted(result))}; give `chosen` and `rejected` with or without `prompt`, or "
             "`input`, `preferred_output` and `non_preferred_output`."
         )
     if is_openai:
-        found = _from_openai(found, where)
-    answers = [_read(found, name, where) for name in ANSWERS]
+        result = _from_openai(result, where)
+    answers = [_read(result, name, where) for name in ANSWERS]
     if isinstance(answers[0], str) != isinstance(answers[1], str):
         raise DataError(f"{where}: one of `chosen` and `rejected` is text and the other is not; give both alike.")
-    prompt = _read(found, "prompt", where) if found.get("prompt") is not None else None
+    prompt = _read(result, "prompt", where) if result.get("prompt") is not None else None
     if isinstance(answers[0], str):
         return _texts(prompt, answers, where)
-    return _chats(None if isinstance(prompt, str) else prompt, answers, tools_of(found, where), where)
+    return _chats(None if isinstance(prompt, str) else prompt, answers, tools_of(result, where), where)
 
 
 def _from_openai(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A row in OpenAI's form as one of `prompt`, `chosen` and `rejected`."""
-    asked = row.get("input")
-    if not isinstance(asked, dict) or not isinstance(asked.get("messages"), list):
+    request = row.get("input")
+    if not isinstance(request, dict) or not isinstance(request.get("messages"), list):
         raise DataError(f"{where}: `input` is no object with a list of `messages`.")
     answers = {name: row[theirs] for name, theirs in zip(ANSWERS, OPENAI, strict=True)}
-    return {"prompt": asked["messages"], "tools": asked.get("tools"), **answers}
+    return {"prompt": request["messages"], "tools": request.get("tools"), **answers}
 
 
 def _read(row: Mapping[str, Any], name: str, where: str) -> str | list[Any]:
@@ -106,11 +108,11 @@ def _messages_in(text: str) -> list[Any] | None:
     if not text.lstrip().startswith("["):
         return None
     try:
-        found = JSON_ROWS.decode(text)
+        result = JSON_ROWS.decode(text)
     except (ValueError, RecursionError):
         return None
-    is_chat = isinstance(found, list) and found and all(isinstance(m, dict) and "role" in m for m in found)
-    return found if is_chat else None
+    is_chat = isinstance(result, list) and result and all(isinstance(m, dict) and "role" in m for m in result)
+    return result if is_chat else None
 
 
 def _texts(prompt: str | list[Any] | None, answers: Sequence[Any], where: str) -> PairExample:
@@ -173,8 +175,8 @@ class DpoReader:
     def row(self, row: str | Mapping[str, Any], where: str) -> PairExample:
         return pair_of(row, where)
 
-    def file(self, given: Path | str, limits: DataLimits) -> Iterator[PairExample]:
-        return read_pairs(given, limits)
+    def file(self, source: Path | str, limits: DataLimits) -> Iterator[PairExample]:
+        return read_pairs(source, limits)
 
     def items(
         self, examples: Iterable[PairExample], tokenizer: Tokenizer, seq_len: int

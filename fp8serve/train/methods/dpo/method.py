@@ -61,8 +61,8 @@ def pair_losses(margins: Tensor, beta: float, loss_type: PairLoss, label_smoothi
     """The loss of each pair, from d [n], the difference of its answers' scores."""
     if loss_type == "ipo":
         return (margins - 1 / (2 * beta)).square()
-    wanted = beta * margins - (gamma if loss_type == "simpo" else 0.0)
-    return -(1 - label_smoothing) * logsigmoid(wanted) - label_smoothing * logsigmoid(-wanted)
+    expected = beta * margins - (gamma if loss_type == "simpo" else 0.0)
+    return -(1 - label_smoothing) * logsigmoid(expected) - label_smoothing * logsigmoid(-expected)
 
 
 class Dpo(FromData):
@@ -87,11 +87,11 @@ class Dpo(FromData):
         return len(items)
 
     def sums(self, logits: Logits, items: Sequence[Pair]) -> tuple[Tensor, ...]:
-        found = self._scores(logits, items)
-        scores = found - self._reference(items, found)
+        result = self._scores(logits, items)
+        scores = result - self._reference(items, result)
         config, (chosen, rejected) = self.config, (self.beta * scores.detach()).unbind(1)
         losses = pair_losses(scores[:, 0] - scores[:, 1], self.beta, self.loss_type, config.label_smoothing, self.gamma)
-        means = chosen, rejected, (chosen > rejected).float(), chosen - rejected, *found.detach().unbind(1)
+        means = chosen, rejected, (chosen > rejected).float(), chosen - rejected, *result.detach().unbind(1)
         return losses.sum(), *(each.sum() for each in means)
 
     def _scores(self, logits: Logits, items: Sequence[Pair]) -> Tensor:
@@ -115,8 +115,8 @@ class Dpo(FromData):
     def _before(self, forward: Forward, items: Sequence[Pair], ranks: Ranks) -> list[list[float]]:
         size = self.config.batch_size
         parts = [items[start : start + size] for start in range(0, len(items), size)]
-        found = ranks.each(parts, lambda part: self._scores(forward.logits, part).tolist())
-        return [scores for part in found for scores in part]
+        result = ranks.each(parts, lambda part: self._scores(forward.logits, part).tolist())
+        return [scores for part in result for scores in part]
 
     def keep(self, items: Sequence[Pair]) -> dict[str, Tensor]:
         known = [pair.reference for pair in items if pair.reference is not None]

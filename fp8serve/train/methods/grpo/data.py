@@ -41,34 +41,36 @@ class PromptExample:
         try:
             if self.text is not None:
                 return tokenizer.encode(self.text)
-            said = tokenizer.chat(for_template(self.messages), variables={"tools": list(self.tools) or None})
-            return tokenizer.encode(said, add_special_tokens=False)
+            text = tokenizer.chat(for_template(self.messages), variables={"tools": list(self.tools) or None})
+            return tokenizer.encode(text, add_special_tokens=False)
         except Fp8ServeError as problem:
             raise DataError(f"{self.where} cannot be tokenized: {problem}") from None
 
 
-def read_prompts(given: Path | str, limits: DataLimits = LIMITS) -> Iterator[PromptExample]:
+def read_prompts(source: Path | str, limits: DataLimits = LIMITS) -> Iterator[PromptExample]:
     """All prompts of a source (`model.text.data_files`), in order. DataError while iterating: it has none, is too
     large, or has a broken row."""
-    return read_rows(given, prompt_of, "holds no prompts; give rows of `prompt`.", None, limits)
+    return read_rows(source, prompt_of, "holds no prompts; give rows of `prompt`.", None, limits)
 
 
 def prompt_of(row: str | Mapping[str, Any], where: str) -> PromptExample:
     """The prompt in a row or in a line of JSON; DataError names `where` and what is wrong."""
-    found = object_of(row, where)
-    given = [name for name in ("prompt", "messages") if found.get(name) is not None]
-    if len(given) != 1:
-        has = "both `prompt` and `messages`" if given else f"only {shown(sorted(found))}"
+    result = object_of(row, where)
+    present = [name for name in ("prompt", "messages") if result.get(name) is not None]
+    if len(present) != 1:
+        has = "both `prompt` and `messages`" if present else f"only {shown(sorted(result))}"
         raise DataError(f"{where} has {has}; give one of `prompt` and `messages`.")
-    value = found[given[0]]
-    if given[0] == "prompt" and isinstance(value, str):
+    value = result[present[0]]
+    if present[0] == "prompt" and isinstance(value, str):
         if not value:
             raise DataError(f"{where}: `prompt` is empty.")
-        return PromptExample(found, where, valid_unicode(value, f"{where}: `prompt`"))
-    messages = conversation_of(value, where, given[0])
+        return PromptExample(result, where, valid_unicode(value, f"{where}: `prompt`"))
+    messages = conversation_of(value, where, present[0])
     if messages[-1]["role"] == "assistant":
-        raise DataError(f"{where}: `{given[0]}` ends with the assistant's answer, which the model is to write itself.")
-    return PromptExample(found, where, None, messages, tools_of(found, where))
+        raise DataError(
+            f"{where}: `{present[0]}` ends with the assistant's answer, which the model is to write itself."
+        )
+    return PromptExample(result, where, None, messages, tools_of(result, where))
 
 
 @dataclass(frozen=True)
@@ -109,21 +111,21 @@ class GrpoReader:
     def row(self, row: str | Mapping[str, Any], where: str) -> PromptExample:
         return prompt_of(row, where)
 
-    def file(self, given: Path | str, limits: DataLimits) -> Iterator[PromptExample]:
-        return read_prompts(given, limits)
+    def file(self, source: Path | str, limits: DataLimits) -> Iterator[PromptExample]:
+        return read_prompts(source, limits)
 
     def items(
         self, examples: Iterable[PromptExample], tokenizer: Tokenizer, seq_len: int
     ) -> tuple[list[Prompt], RowCounts]:
-        found = [(example, example.ids(tokenizer)) for example in examples]
-        prompts = [Prompt(_row(ids), example) for example, ids in found if 1 < len(ids) <= seq_len - self.longest]
-        tokens, dropped = sum(prompt.tokens for prompt in prompts), len(found) - len(prompts)
-        return prompts, RowCounts(len(found), len(prompts), tokens, 0, dropped, 0)
+        results = [(example, example.ids(tokenizer)) for example in examples]
+        prompts = [Prompt(_row(ids), example) for example, ids in results if 1 < len(ids) <= seq_len - self.longest]
+        tokens, dropped = sum(prompt.tokens for prompt in prompts), len(results) - len(prompts)
+        return prompts, RowCounts(len(results), len(prompts), tokens, 0, dropped, 0)
 
     def kept(self, item: Prompt) -> bytes:
         """The row, which the reward is told, and where it is. Dates and maps of Parquet files are not JSON."""
-        told = [item.example.row, item.example.where]
-        if json.loads(text := json.dumps(told)) != told:
+        reported = [item.example.row, item.example.where]
+        if json.loads(text := json.dumps(reported)) != reported:
             raise TypeError(f"{item.example.where} is not the same after it was written as JSON.")
         return text.encode()
 

@@ -176,17 +176,17 @@ class Grpo(FromData):
         groups = cast(Sequence[Group], items)
         answers = [answer for group in groups for answer in group.answers]
         batch = collate([answer.row for answer in answers], self.config.device)
-        found = logits(batch)
-        lengths = torch.tensor([answer.row.trainable for answer in answers], device=found.device)
+        result = logits(batch)
+        lengths = torch.tensor([answer.row.trainable for answer in answers], device=result.device)
 
         def spread(values: Sequence[float]) -> Tensor:
             """A number for every answer -> for every token."""
-            return torch.tensor(values, dtype=torch.float32, device=found.device).repeat_interleave(lengths)
+            return torch.tensor(values, dtype=torch.float32, device=result.device).repeat_interleave(lengths)
 
         def joined(parts: Sequence[Numbers]) -> Tensor:
-            return torch.from_numpy(np.concatenate(parts)).to(found.device)
+            return torch.from_numpy(np.concatenate(parts)).to(result.device)
 
-        new = target_log_probs(found, batch.targets, self.config.temperature)  # of the policy that drew the answers
+        new = target_log_probs(result, batch.targets, self.config.temperature)  # of the policy that drew the answers
         ratio = torch.exp(new - joined([answer.old for answer in answers]))
         kl = None
         if self.beta:
@@ -194,13 +194,13 @@ class Grpo(FromData):
         advantage, low, high = spread([answer.advantage for answer in answers]), *self._clips
         losses = token_losses(ratio, advantage, low, high, self.beta, kl)
         with torch.no_grad():
-            even = torch.tensor([answer.even for answer in answers], dtype=torch.float64, device=found.device)
-            own = new if self.config.temperature == 1 else target_log_probs(found, batch.targets)
+            even = torch.tensor([answer.even for answer in answers], dtype=torch.float64, device=result.device)
+            own = new if self.config.temperature == 1 else target_log_probs(result, batch.targets)
             apart = (own - joined([answer.sampled for answer in answers])).abs()
             clipped = ((ratio < 1 - low) & (advantage < 0)) | ((ratio > 1 + high) & (advantage > 0))
             means = [apart, ratio, clipped.float(), *([] if kl is None else [kl])]
             of_tokens = [(each.double() * even.repeat_interleave(lengths)).sum() for each in means]
-        return (losses * spread([answer.share for answer in answers])).sum(), *_of_answers(groups, found), *of_tokens
+        return (losses * spread([answer.share for answer in answers])).sum(), *_of_answers(groups, result), *of_tokens
 
     @property
     def _clips(self) -> tuple[float, float]:
@@ -235,13 +235,13 @@ class Grpo(FromData):
     def _rewards(self, prompts: Sequence[Prompt], drawn: Sequence[Sequence[Drawn]]) -> list[list[float]]:
         """[prompts, G]."""
         assert self._grader is not None, "start comes first"
-        asked = [
+        request = [
             Answer(example.row.get("prompt", example.row.get("messages")), answer.text, example.row, example.where)
             for example, answers in zip([prompt.example for prompt in prompts], drawn, strict=True)
             for answer in answers
         ]
-        found = iter(self._grader.rewards(asked))
-        return [list(islice(found, len(answers))) for answers in drawn]
+        result = iter(self._grader.rewards(request))
+        return [list(islice(result, len(answers))) for answers in drawn]
 
     @torch.no_grad()
     def _scored(self, groups: list[Group]) -> list[Group]:
@@ -249,19 +249,19 @@ class Grpo(FromData):
         temperatures."""
         answers = [answer for group in groups for answer in group.answers]
         if self.config.temperature != 1:
-            found = self._found_by(self._forward.logits, answers)
-            answers = [replace(answer, old=old) for answer, old in zip(answers, found, strict=True)]
+            result = self._found_by(self._forward.logits, answers)
+            answers = [replace(answer, old=old) for answer, old in zip(answers, result, strict=True)]
         if self._reference is not None:
-            found = self._found_by(self._reference, answers)
-            answers = [replace(answer, reference=of_it) for answer, of_it in zip(answers, found, strict=True)]
+            result = self._found_by(self._reference, answers)
+            answers = [replace(answer, reference=of_it) for answer, of_it in zip(answers, result, strict=True)]
         left = iter(answers)
         return [Group(tuple(islice(left, len(group.answers)))) for group in groups]
 
     def _found_by(self, logits: Logits, answers: Sequence[Graded]) -> list[Numbers]:
         """The log-probabilities of each answer's tokens by a forward pass."""
         batch = collate([answer.row for answer in answers], self.config.device)
-        found = target_log_probs(logits(batch), batch.targets, self.config.temperature).cpu().numpy()
-        return np.split(found, np.cumsum([answer.row.trainable for answer in answers])[:-1])
+        result = target_log_probs(logits(batch), batch.targets, self.config.temperature).cpu().numpy()
+        return np.split(result, np.cumsum([answer.row.trainable for answer in answers])[:-1])
 
 
 def _graded(prompt: Prompt, answer: Drawn, reward: float, advantage: float, share: float, even: float) -> Graded:
@@ -273,14 +273,14 @@ def _graded(prompt: Prompt, answer: Drawn, reward: float, advantage: float, shar
 def _of_answers(groups: Sequence[Group], like: Tensor) -> list[Tensor]:
     """The first measures, summed over answers."""
     answers = [answer for group in groups for answer in group.answers]
-    found = (
+    results = (
         sum(answer.reward for answer in answers),
         sum(len(group.answers) * group.deviation for group in groups),
         sum(len(group.answers) for group in groups if group.deviation == 0),
         sum(answer.row.trainable for answer in answers),
         sum(answer.is_cut for answer in answers),
     )
-    return [torch.tensor(float(value), dtype=torch.float64, device=like.device) for value in found]
+    return [torch.tensor(float(value), dtype=torch.float64, device=like.device) for value in results]
 
 
 def _reference(config: TrainConfig, scene: Scene) -> Network:

@@ -120,8 +120,8 @@ class Rollouts:
         return [[_drawn(outputs[request.request_id]) for request in group] for group in requests]
 
     def _request(self, step: int, number: int, answer: int, ids: npt.NDArray[np.int32]) -> Request:
-        said = f"{self._config.seed}:{step}:{number}:{answer}".encode()
-        seed = int.from_bytes(blake2b(said, digest_size=8).digest(), "little")
+        text = f"{self._config.seed}:{step}:{number}:{answer}".encode()
+        seed = int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
         adapter = POLICY if self._config.lora_rank else None
         params = replace(self._params, seed=seed)
         return Request(f"{number}-{answer}", tuple(ids.tolist()), params, adapter=adapter)
