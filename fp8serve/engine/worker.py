@@ -37,7 +37,6 @@ from queue import Empty, SimpleQueue
 from typing import Any, get_args
 
 from fp8serve import logs
-from fp8serve.processes import end_process
 from fp8serve.engine.embedding_engine import Call, ClassifyingEngine, EmbeddingEngine, EncoderEngine
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.options import EngineOptions

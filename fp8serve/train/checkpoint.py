@@ -44,8 +44,7 @@ from fp8serve.model.storage.files import (
     write_json,
 )
 from fp8serve.model.storage.opening import open_member, regular_file
-from fp8serve.model.storage.shards import Shards, load_tensors, read_header, write_index
-from fp8serve.model.storage.shards import Parts, stream_tensors
+from fp8serve.model.storage.shards import Parts, Shards, load_tensors, read_header, stream_tensors, write_index
 
 VERSION = 1
 _STEP = re.compile(r"step-(\d+)")

@@ -43,8 +43,7 @@ import torch
 
 from fp8serve.errors import JobError
 from fp8serve.model.readers import reader_notes
-from fp8serve.model.storage.files import check_writable, read_json
-from fp8serve.model.storage.files import take_lock
+from fp8serve.model.storage.files import check_writable, read_json, take_lock
 from fp8serve.model.stored import open_checkpoint
 from fp8serve.ranks import ALONE, Ranks
 from fp8serve.train import checkpoint, events, recovery, state

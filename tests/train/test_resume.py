@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8serve.errors import JobError
-from fp8serve.model.storage.files import save_tensors
-from fp8serve.model.storage.files import take_lock
+from fp8serve.model.storage.files import save_tensors, take_lock
 from fp8serve.train import checkpoint, checkpointing, job_process
 from fp8serve.train.trainer import Trainer
 from tests.patience import PATIENCE

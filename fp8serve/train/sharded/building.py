@@ -37,7 +37,6 @@ from torch.utils.checkpoint import checkpoint
 from fp8serve.fp8.conversion import convert
 from fp8serve.fp8.distributed import default_group
 from fp8serve.fp8.fsdp import Peers, gather_in_fp8, local_rows
-from fp8serve.fp8.conversion import convert
 from fp8serve.fp8.recipe import why_not_gathered
 from fp8serve.fp8.torch_private import settle_shards
 from fp8serve.model.checkpoint import Checkpoint, fill, outline
