@@ -230,8 +230,8 @@ def calibration_batches(
     held_out_count = max(1, min(16, samples // 8))
     source, measured = _Source(data, seed), _Source(holdout, seed)
     held, read = measured.samples(measured.keys, tokenizer, vocab_size, held_out_count, seq_len)
-    kept_back = set(measured.keys[:read] if holdout in (None, data) else measured.keys)
-    keys = [key for key in source.keys if key not in kept_back]
+    held_back = set(measured.keys[:read] if holdout in (None, data) else measured.keys)
+    keys = [key for key in source.keys if key not in held_back]
     if not keys:
         raise DataError(f"All of the data ({source.named}) is held out as well; give other data to calibrate on.")
     chosen, _ = source.samples(keys, tokenizer, vocab_size, samples, seq_len)

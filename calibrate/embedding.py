@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
-from fp8serve.calibration.result import KeptReport, LayerReport, Made
+from fp8serve.calibration.result import LayerReport, LinearGroup, Made
 from fp8serve.model.text.tokenizer import Tokenizer
 
 GOAL = 0.999  # median below which a report names options that lose less
@@ -157,7 +157,7 @@ class EmbeddingReport:
     seconds: Mapping[str, float]
     versions: Mapping[str, str]
     rounding: str
-    kept: tuple[KeptReport, ...] = ()  # what stays in high precision
+    kept: tuple[LinearGroup, ...] = ()  # what stays in high precision
     notes: tuple[str, ...] = ()
     made: Made | None = None
 

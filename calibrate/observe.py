@@ -42,7 +42,7 @@ from fp8serve.calibration.passes import (
     within,
 )
 from fp8serve.calibration.progress import Stages
-from fp8serve.calibration.result import HISTORY_SHOWN
+from fp8serve.calibration.result import HISTORY_LENGTH
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.ops.arithmetic import amax
@@ -85,7 +85,7 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def said_of_experts(counts: Mapping[str, Tensor], *, all_experts: bool) -> tuple[str, ...]:
+def experts_note(counts: Mapping[str, Tensor], *, all_experts: bool) -> tuple[str, ...]:
     """A sentence for the report where experts went without tokens."""
     names = starved(counts)
     if not names:
@@ -101,7 +101,7 @@ class Seen:
     amax: float = 0.0
     batches: int = 0
     nonfinite: int = 0  # batches whose amax was infinite
-    newest: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY_SHOWN))
+    newest: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY_LENGTH))
     staged: list[float] = field(default_factory=list)  # the amax of every batch; 0 where the tensor did not occur
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from fp8serve.calibration.data import Batches
 from fp8serve.calibration.observe import Observer, Seen
 from fp8serve.calibration.options import CalibrationOptions
-from fp8serve.calibration.result import HISTORY_SHOWN
+from fp8serve.calibration.result import HISTORY_LENGTH
 from fp8serve.errors import Fp8ServeError, MachineError, ModelError, shown
 from fp8serve.fp8.recipe import Recipe, to_json
 from fp8serve.fp8.scaling import FIELDS, ScalingState
@@ -156,7 +156,7 @@ def restore_observer(observer: Observer, found: Mapping[str, Tensor]) -> None:
         _set(state, {field: found[f"{name}.{field}"] for field in FIELDS})
         amax, *newest = found[f"{name}.seen"].tolist()
         steps, nonfinite = int(state.steps), int(state.nonfinite)
-        observer.seen[name] = Seen(amax, steps, nonfinite, deque(newest, maxlen=HISTORY_SHOWN))
+        observer.seen[name] = Seen(amax, steps, nonfinite, deque(newest, maxlen=HISTORY_LENGTH))
 
 
 def _set(state: ScalingState, fields: Mapping[str, Tensor]) -> None:

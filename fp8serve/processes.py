@@ -70,7 +70,7 @@ def end_process(status: int) -> NoReturn:
 
 
 @contextlib.contextmanager
-def ends_when_asked() -> Iterator[None]:
+def ends_at_signals() -> Iterator[None]:
     """While the block runs, SIGTERM and SIGINT end the process at once with status 0, unless it handles them itself.
 
     For what has nothing to finish yet. Python's own handling would show a KeyboardInterrupt, or lose it in an import;

@@ -25,8 +25,8 @@ from fp8serve.calibration.result import (
     CastReport,
     GeneratedReport,
     HealingReport,
-    KeptReport,
     LayerReport,
+    LinearGroup,
     Made,
     SmoothingReport,
     TensorReport,
@@ -145,7 +145,7 @@ def smoothing(report: SmoothingReport | None) -> str:
     )
 
 
-def in_bf16(groups: Sequence[KeptReport], cost: str, costs: Sequence[float | None]) -> str:
+def in_bf16(groups: Sequence[LinearGroup], cost: str, costs: Sequence[float | None]) -> str:
     """The linears that were left as they are, with what their FP8 would cost."""
     rows = [[escape(", ".join(g.names)), size(g.bytes), number(x)] for g, x in zip(groups, costs, strict=True)]
     return section(

@@ -10,8 +10,8 @@ from fp8serve.calibration.result import (
     CalibrationReport,
     DataReport,
     EvalReport,
-    KeptReport,
     LayerReport,
+    LinearGroup,
     Quality,
     uneven_first,
     worst_first,
@@ -91,7 +91,7 @@ def outlier_of(layer: LayerReport) -> str:
     return f"channel {result.channel}: {result.size:,.4g} times, its weights {result.weights:.3g} times"
 
 
-def kept_bytes(report: CalibrationReport) -> str:
+def bytes_in_bf16(report: CalibrationReport) -> str:
     """The size of the linears that stay in BF16."""
     return f"{size(sum(retained.bytes for retained in report.kept))} more than in FP8"
 
@@ -130,17 +130,19 @@ def summary_table(report: CalibrationReport, worst: int = 5) -> Table:
     for uneven in uneven_first(report.layers)[:1]:
         table.add_row("most uneven input", f"{uneven.name}, {outlier_of(uneven)} the median")
     if report.kept:
-        table.add_row("stays in BF16", f"{sum(len(k.names) for k in report.kept)} linear layers, {kept_bytes(report)}")
+        table.add_row(
+            "stays in BF16", f"{sum(len(k.names) for k in report.kept)} linear layers, {bytes_in_bf16(report)}"
+        )
     table.add_row("time", f"{report.seconds.get('total', 0):.1f} s on {report.device}", end_section=True)
     for layer in report.worst_layers[:worst]:
         table.add_row(layer.name, f"SQNR {decibels(layer.sqnr_db)}{cost(layer, quality)}")
     for retained in report.kept:
-        table.add_row(" ".join(retained.names), f"stays in BF16{_kept_cost(retained)}")
+        table.add_row(" ".join(retained.names), f"stays in BF16{_group_cost(retained)}")
     table.add_row("written to", report.out)
     return table
 
 
-def _kept_cost(kept: KeptReport) -> str:
+def _group_cost(kept: LinearGroup) -> str:
     return f", {size(kept.bytes)}" + ("" if kept.kl is None else f" (FP8: KL {kept.kl:.2g} nats)")
 
 

@@ -27,7 +27,7 @@ import typer
 from fp8serve.commands.from_options import Chosen, pairs, with_options
 from fp8serve.errors import MachineError, RequestError, shown
 from fp8serve.options import options_of
-from fp8serve.processes import ends_when_asked
+from fp8serve.processes import ends_at_signals
 from fp8serve.server.named_models import NamedAdapter, NamedModel
 from fp8serve.server.settings import KEY_VARIABLE, ServerLimits, Settings
 from fp8serve.terminal import MODEL
@@ -55,7 +55,7 @@ def command(
         ),
     ] = None,
 ) -> None:
-    with ends_when_asked():
+    with ends_at_signals():
         secret = find_key(settings.values.get("api_key"), api_key_file)
         models = models_of(model, settings.values) | adapters_of(settings.values)
         from fp8serve.server.launch import adopt, run

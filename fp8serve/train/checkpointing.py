@@ -175,7 +175,7 @@ def resume(course: Course, path: Path) -> None:
     check_same_job(course.identity, saved.meta["identity"], path)
     _report_changes(course, saved.meta)
     values = dict(saved.meta["progress"])
-    before = recovery.attempt(course.asked, values.pop("returns", 0))  # an older version has none
+    before = recovery.attempt(course.job, values.pop("returns", 0))  # an older version has none
     if before != course.config:  # another attempt, which counts its skipped steps from 0
         saved.scaling = recovery.rescaled(saved.scaling, before, course.config)
         values["skipped_in_a_row"] = 0

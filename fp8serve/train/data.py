@@ -55,7 +55,7 @@ class Row:
         return (self,)
 
     @property
-    def beside(self) -> bytes:
+    def extra(self) -> bytes:
         """b"": only the row decides what is learnt."""
         return b""
 
@@ -73,7 +73,7 @@ class Item(Protocol):
     def rows(self) -> tuple[Row, ...]: ...
 
     @property
-    def beside(self) -> bytes:
+    def extra(self) -> bytes:
         """What else decides what is learnt from the item; b"" for nothing."""
 
 
@@ -119,12 +119,12 @@ def nothing_to_learn(reader: "Reader[Any, Any]", count: int, paths: Sequence[str
 
 
 def fingerprint(items: Sequence[Item]) -> str:
-    """SHA-256 over every id, mask and `beside`: two runs see the same data when it is equal."""
+    """SHA-256 over every id, mask and `extra`: two runs see the same data when it is equal."""
     digest = hashlib.sha256()
     for item in items:
         for row in item.rows:
             digest.update(len(row.ids).to_bytes(8, "little") + row.ids.tobytes() + row.loss.tobytes())
-        digest.update(item.beside)
+        digest.update(item.extra)
     return digest.hexdigest()
 
 

@@ -55,7 +55,7 @@ class Health:
             if isinstance(module, Stateful)
             for tensor, state in module.scaling.items()
         }
-        self._told: set[tuple[Kind, str, str]] = set()
+        self._reported: set[tuple[Kind, str, str]] = set()
 
     def step(self, step: int, loss: float) -> None:
         """The loss of step `step`, and the scales of all tensors as it left them."""
@@ -71,7 +71,7 @@ class Health:
         self._scales |= {(r.layer, r.tensor): r.scale for r in readings}
         self._dropped |= {(r.layer, r.tensor): r.nonfinite for r in readings}
         for kind, some in results.items():
-            self._tell(step, kind, some)
+            self._report(step, kind, some)
 
     def close(self) -> None:
         self._monitor.close()
@@ -80,11 +80,11 @@ class Health:
         before = self._scales.get((reading.layer, reading.tensor), reading.scale)
         return before > 0 and not 1 / JUMP < reading.scale / before < JUMP and math.isfinite(reading.scale)
 
-    def _tell(self, step: int, kind: Kind, readings: Iterable[Reading]) -> None:
-        new = [r for r in readings if (kind, r.layer, r.tensor) not in self._told]
+    def _report(self, step: int, kind: Kind, readings: Iterable[Reading]) -> None:
+        new = [r for r in readings if (kind, r.layer, r.tensor) not in self._reported]
         if not new:
             return
-        self._told |= {(kind, r.layer, r.tensor) for r in new}
+        self._reported |= {(kind, r.layer, r.tensor) for r in new}
         worst = min(new, key=lambda r: r.headroom)
         name = f"{worst.layer.removeprefix('decoder.')}.{worst.tensor}"
         where = name if len(new) == 1 else f"{len(new)} tensors, above all {name}"

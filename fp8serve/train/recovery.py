@@ -83,7 +83,7 @@ def go_back(course: Course, saving: "Saving", why: str, *, again: bool) -> int:
     again: the model had already diverged at the checkpoint that the run went back to. Then it goes back to the one
     before it, and this counts as the same return.
     """
-    tried, progress = attempts(course.asked), course.progress
+    tried, progress = attempts(course.job), course.progress
     returns = progress.returns + (not again)
     if returns == len(tried):
         names = " nor ".join(described(config) for config in tried[1:])

@@ -56,11 +56,11 @@ class Progress:
 class Course:
     """A run on its way.
 
-    asked: the job's own configuration. config: the one that is in effect, after `progress.returns` returns. identity:
+    job: the job's own configuration. config: the one that is in effect, after `progress.returns` returns. identity:
     see `identity_of`.
     """
 
-    asked: TrainConfig
+    job: TrainConfig
     config: TrainConfig
     ranks: Ranks
     on_event: OnEvent
@@ -70,16 +70,16 @@ class Course:
 
     @property
     def out(self) -> Path:
-        return Path(self.asked.out)
+        return Path(self.job.out)
 
     @property
     def may_go_back(self) -> bool:
-        return self.asked.on_divergence == "return"
+        return self.job.on_divergence == "return"
 
     @property
     def save_every(self) -> int:
         """The run may go back to the checkpoints of the multiples of this step."""
-        return self.asked.save_every or 1
+        return self.job.save_every or 1
 
     @property
     def lengths(self) -> list[int]:

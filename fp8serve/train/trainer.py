@@ -330,7 +330,7 @@ class _Run:
 
     def _finished(self, chosen: Path, found: Outcome) -> TrainResult:
         course = self.course
-        judge(course.asked, chosen, found, course.on_event)
+        judge(course.job, chosen, found, course.on_event)
         return self._result("succeeded", str(published(course.config, chosen, course.on_event)))
 
     def _result(self, status: Literal["succeeded", "stopped"], model: str | None) -> TrainResult:

@@ -161,7 +161,7 @@ class Pair:
         return self.chosen.trainable + self.rejected.trainable
 
     @property
-    def beside(self) -> bytes:
+    def extra(self) -> bytes:
         return b""
 
 

@@ -93,7 +93,7 @@ class Prompt:
         return 0
 
     @property
-    def beside(self) -> bytes:
+    def extra(self) -> bytes:
         """What the reward is told, which also decides the run."""
         return json.dumps(self.example.row, sort_keys=True, default=str).encode()
 

@@ -124,7 +124,7 @@ class Group:
         return sum(row.trainable for row in self.rows)
 
     @property
-    def beside(self) -> bytes:
+    def extra(self) -> bytes:
         return b""
 
     @property
