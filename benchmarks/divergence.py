@@ -4,7 +4,7 @@
 
 MODEL: a Hugging Face directory, or smollm2. Every setting is run with what `--on-divergence return` tries: delayed
 scaling with margin 0, with margin 2, and current scaling; and in BF16. A run has diverged by the rule of the trainer
-(`train/divergence.py`), which looks at the loss of its first rows. No checkpoints are written. `overflow` counts the
+(`train/validation.py`), which looks at the loss of its first rows. No checkpoints are written. `overflow` counts the
 tensors that were more than four times as large as their scale has room for. The settings: learning rates that are far
 too high, from the first step on; steps of random tokens among texts; and steps with two targets among steps with
 hundreds, where gradients are a hundred times larger, with a history of one step. DIR keeps every run, so that a call
@@ -21,20 +21,20 @@ from typing import Any
 
 from curves import Row, kept, write
 
-from fp8serve.bench.provenance import provenance
+from fp8serve.bench.figures import provenance
 from fp8serve.calibration.data import PASSAGES
 from fp8serve.errors import JobError
 from fp8serve.hub import find_model
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.ranks import ALONE
-from fp8serve.train.beginning import begin
 from fp8serve.train.config import TrainConfig
+from fp8serve.train.data import permutation, walk
 from fp8serve.train.health import Health
-from fp8serve.train.measuring import outcome
-from fp8serve.train.order import permutation, walk
-from fp8serve.train.progress import Course, Progress
+from fp8serve.train.run import Course, Progress
 from fp8serve.train.setup import prepare
-from fp8serve.train.stepping import take
+from fp8serve.train.train_step import take_step
+from fp8serve.train.trainer import begin
+from fp8serve.train.validation import outcome
 
 BATCH, LENGTH, SEED = 4, 64, 0
 ARMS: dict[str, dict[str, Any]] = {
@@ -93,7 +93,7 @@ def run(model: Path, data: str, options: dict[str, Any]) -> Row:
     losses, stopped = list[float](), None
     try:
         for step, cursor in walk(course.lengths, config, course.progress.cursor, setup.total_steps):
-            losses.append(take(course, step))
+            losses.append(take_step(course, step))
             health.step(course.progress.step, losses[-1])
             course.progress.cursor = cursor
     except JobError as error:

@@ -245,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     options = parser.parse_args(arguments)
     os.environ["OMP_NUM_THREADS"] = str(options.threads)  # of every program that is started, and of torch here
-    from fp8serve.bench.provenance import one_line, provenance
+    from fp8serve.bench.figures import one_line, provenance
 
     command = f"python benchmarks/embeddings.py MODEL --rounds {options.rounds} --threads {options.threads}"
     result = {"made": provenance(command), "model": options.model.name}

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from fp8serve.bench.provenance import provenance
+from fp8serve.bench.figures import provenance
 from fp8serve.calibration.data import PASSAGES
 from fp8serve.hub import find_model
 from fp8serve.model.text.tokenizer import Tokenizer

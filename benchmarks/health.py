@@ -21,12 +21,12 @@ from typing import Any
 
 from finetuning import rows_of
 
-from fp8serve.bench.provenance import provenance
+from fp8serve.bench.figures import provenance
 from fp8serve.hub import find_model
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.gradients import accumulate
 from fp8serve.train.health import Health
 from fp8serve.train.setup import Setup, prepare
+from fp8serve.train.train_step import accumulate_gradients
 
 ROWS, LENGTH = 4, 128
 EVERY = 16  # steps from one count to the next, as in `Health`
@@ -51,7 +51,7 @@ def stepping(setup: Setup) -> Callable[[], float]:
     items = setup.items[:ROWS]
 
     def step() -> float:
-        loss, *_ = accumulate(setup.method, setup.forward, setup.optimizer, [items])
+        loss, *_ = accumulate_gradients(setup.method, setup.forward, setup.optimizer, [items])
         setup.optimizer.step(1e-6)
         return loss
 

@@ -218,7 +218,7 @@ def main(arguments: Sequence[str] | None = None, run: Run = start) -> int:
     parser.add_argument("--recipe", default="stored", help="of our model: a recipe, or what the directory stores")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     options = parser.parse_args(arguments)
-    from fp8serve.bench.provenance import one_line, provenance
+    from fp8serve.bench.figures import one_line, provenance
 
     peers = read_peers(options.peers.read_text(encoding="utf-8"))
     batches = sorted({batch for peer in peers for batch in peer.batch} | {1})

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from curves import Curve, apart, in_order, kept, peer, trained, write
 
-from fp8serve.bench.provenance import provenance
+from fp8serve.bench.figures import provenance
 from fp8serve.train.config import TrainConfig
 
 PEER = Path(__file__).parent / "peer_programs" / "trl_dpo.py"

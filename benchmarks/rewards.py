@@ -16,7 +16,7 @@ from typing import Any
 
 from reward_sums import reward
 
-from fp8serve.bench.provenance import provenance
+from fp8serve.bench.figures import provenance
 from fp8serve.charts import Panel, svg_file
 from fp8serve.engine.engine import Engine
 from fp8serve.train.config import TrainConfig

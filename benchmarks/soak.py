@@ -188,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     end = given.index("--") if "--" in given else len(given)
     options, of_server = parser.parse_args(given[:end]), given[end + 1 :]
-    from fp8serve.bench.provenance import one_line, provenance
+    from fp8serve.bench.figures import one_line, provenance
 
     seconds = 60 * options.minutes
     plan = SoakPlan(seconds, 60 * options.warm_up, max(0.1, seconds / 720), options.allow, options.context)

@@ -24,7 +24,7 @@ prepare_environment(["serve"])  # before torch is imported
 import jsonschema_rs
 import torch
 
-from fp8serve.bench.provenance import provenance
+from fp8serve.bench.figures import provenance
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.grammar import Masks
 from fp8serve.engine.request import Request

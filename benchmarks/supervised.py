@@ -29,7 +29,7 @@ import torch
 from curves import Curve, apart, in_order, kept, peer, trained, write
 from safetensors.torch import save_file
 
-from fp8serve.bench.provenance import provenance
+from fp8serve.bench.figures import provenance
 from fp8serve.calibration.data import PASSAGES
 from fp8serve.charts import Panel, svg_file
 from fp8serve.engine.engine import Engine

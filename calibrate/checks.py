@@ -19,27 +19,27 @@ ENCODER_OPTIONS = ("data", "holdout", "samples", "seq_len", "batch_size", "seed"
 
 
 def check_settings(
-    out: Path, recipe: Recipe | None, asked: CalibrationOptions, processes: int = 1, *, is_encoder: bool = False
+    out: Path, recipe: Recipe | None, settings: CalibrationOptions, processes: int = 1, *, is_encoder: bool = False
 ) -> Recipe:
     """The recipe. ModelError, DataError, RecipeError, MachineError: an option cannot be used, or not together with
     another."""
     check_absent(out)
-    _ = asked.max_shard_bytes  # DataError when it is not a size
+    _ = settings.max_shard_bytes  # DataError when it is not a size
     if recipe is None:
         raise RecipeError(
             "The recipe 'bf16' has no scales, so there is nothing to calibrate; serve the model as it is."
         )
     to_json(recipe)  # RecipeError when it holds a function, which no file can carry
-    quantization_files(asked.format, recipe, asked.kv_cache)  # ModelError when the format cannot express it
+    quantization_files(settings.format, recipe, settings.kv_cache)  # ModelError when the format cannot express it
     if recipe.override_linear_precision[0]:
         raise RecipeError("The recipe keeps the forward pass in high precision, so there is nothing to calibrate.")
-    if processes > 1 and asked.reads_stdin:
+    if processes > 1 and settings.reads_stdin:
         raise DataError("Standard input ('-') cannot be read by several processes; give them a file.")
-    if asked.target_cosine is not None and not is_encoder:
+    if settings.target_cosine is not None and not is_encoder:
         raise RecipeError("target_cosine is of encoders, and this is a language model; use target_kl.")
-    _check_scales(recipe, asked)
-    _check_weights(recipe, asked)
-    check_device(asked.device)
+    _check_scales(recipe, settings)
+    _check_weights(recipe, settings)
+    check_device(settings.device)
     return recipe
 
 
@@ -71,60 +71,60 @@ def quantized_notes(source: Path, *, scales_only: bool = False) -> tuple[str, ..
     )
 
 
-def check_model(config: ModelConfig, asked: CalibrationOptions) -> None:
+def check_model(config: ModelConfig, settings: CalibrationOptions) -> None:
     """ModelError: a model with a head of labels is measured in another way (job.py).
 
     RecipeError: smoothing must know what each layer reads, which only transformers knows for this model.
     """
     if config.head is not None:
         raise ModelError("The model has a head of labels and no next tokens; use calibrate_encoder.")
-    if asked.smoothing is not None and config.computed_by is not None:
+    if settings.smoothing is not None and config.computed_by is not None:
         raise RecipeError(
             f"Smoothing changes a layer together with the norm before it, and {config.architecture} has no family that "
             "says which; leave it out."
         )
 
 
-def _check_scales(recipe: Recipe, asked: CalibrationOptions) -> None:
-    if asked.input_scales != "history" and delayed(recipe) is None:
+def _check_scales(recipe: Recipe, settings: CalibrationOptions) -> None:
+    if settings.input_scales != "history" and delayed(recipe) is None:
         raise RecipeError(f"The recipe {name_of(recipe)!r} stores no scales of inputs; leave out input_scales.")
-    if asked.gradients and delayed(recipe) is None:
+    if settings.gradients and delayed(recipe) is None:
         raise RecipeError(
             f"The recipe {name_of(recipe)!r} scales gradients by content; leave out gradient calibration."
         )
-    if asked.scales_only and not (asked.kv_cache or delayed(recipe) is not None):
+    if settings.scales_only and not (settings.kv_cache or delayed(recipe) is not None):
         raise RecipeError(
             f"The recipe {name_of(recipe)!r} stores no scales, so there is nothing to write on their own."
         )
 
 
-def _check_weights(recipe: Recipe, asked: CalibrationOptions) -> None:
+def _check_weights(recipe: Recipe, settings: CalibrationOptions) -> None:
     """Refuses combinations of options that change weights or leave some unchanged."""
-    if asked.scales_only and (asked.skip or asked.only or Target.of(asked)):
+    if settings.scales_only and (settings.skip or settings.only or Target.of(settings)):
         raise RecipeError("scales_only writes no weights, so none can stay in high precision.")
-    if asked.scales_only and asked.rounding != "nearest":
+    if settings.scales_only and settings.rounding != "nearest":
         raise RecipeError("scales_only writes no weights, so their rounding must be 'nearest'.")
-    if asked.scales_only and asked.smoothing is not None:
+    if settings.scales_only and settings.smoothing is not None:
         raise RecipeError("scales_only writes no weights, and smoothing changes them; leave out one of the two.")
-    if asked.heal and (asked.scales_only or asked.input_scales != "history"):
+    if settings.heal and (settings.scales_only or settings.input_scales != "history"):
         raise RecipeError("Healing changes weights and lets scales follow them; leave out scales_only, input_scales.")
-    if asked.heal_rate is not None and not asked.heal:
+    if settings.heal_rate is not None and not settings.heal:
         raise RecipeError("heal_rate is the learning rate of healing, which is off; give heal, or leave out heal_rate.")
-    if asked.heal and not trains(recipe):
+    if settings.heal and not trains(recipe):
         raise RecipeError(f"Nothing trains under the recipe {name_of(recipe)!r}, so it cannot heal.")
 
 
 def check_device(device: str) -> str:
     """`device` if this torch can compute on it ("cpu", "cuda", "cuda:1"); else MachineError."""
     try:
-        wanted = torch.device(device)
+        parsed = torch.device(device)
     except RuntimeError:
         raise MachineError(f"The device {device!r} does not exist; use cpu or cuda.") from None
-    if wanted.type not in ("cpu", "cuda"):
+    if parsed.type not in ("cpu", "cuda"):
         raise MachineError(f"The device {device!r} is not supported; use cpu or cuda.")
-    if wanted.type == "cuda" and (wanted.index or 0) >= torch.cuda.device_count():
+    if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
         raise MachineError(f"The device {device!r} was asked for, but this torch sees no such GPU; use --device cpu.")
-    prepare_device(wanted)
+    prepare_device(parsed)
     return device
 
 
@@ -137,10 +137,10 @@ def fitting(seq_len: int, *models: ModelConfig) -> tuple[int, tuple[str, ...]]:
     return longest, (f"Sequences were cut to {bound}, instead of the {seq_len} asked for.",)
 
 
-def shortfall(asked: int, seq_len: int, samples: int, tokens: int) -> tuple[str, ...]:
-    """A sentence where `asked` samples of `seq_len` tokens became fewer, or ones with less than half of the tokens."""
-    if samples == asked and 2 * tokens >= asked * seq_len:
+def shortfall(requested: int, seq_len: int, samples: int, tokens: int) -> tuple[str, ...]:
+    """A sentence where `requested` samples of `seq_len` tokens became fewer, or have less than half of the tokens."""
+    if samples == requested and 2 * tokens >= requested * seq_len:
         return ()
-    why = "there is no more text" if samples < asked else "short documents are not joined"
-    wanted, gave = f"{asked:,} samples of {seq_len:,} tokens", f"{samples:,} samples with {tokens:,} tokens"
-    return (f"{wanted} were asked for; the data gave {gave}, because {why}.",)
+    why = "there is no more text" if samples < requested else "short documents are not joined"
+    goal, gave = f"{requested:,} samples of {seq_len:,} tokens", f"{samples:,} samples with {tokens:,} tokens"
+    return (f"{goal} were asked for; the data gave {gave}, because {why}.",)

@@ -134,11 +134,11 @@ class _Source:
             read += 1
             if len(windows) >= count:
                 break
-        found = [s for nth in zip_longest(*windows) for s in nth if s is not None][:count]
-        if not found:
+        results = [s for nth in zip_longest(*windows) for s in nth if s is not None][:count]
+        if not results:
             raise DataError(f"The data ({self.named}) hold no example of at least two tokens; give more text.")
-        _check_vocabulary(found, vocab_size)
-        return found, read
+        _check_vocabulary(results, vocab_size)
+        return results, read
 
     def _pieces(self, example: Example, tokenizer: Tokenizer, seq_len: int, count: int) -> list[TokenizedExample]:
         """A shipped conversation is plain text to a model without a chat template, or with one that refuses it."""
@@ -195,12 +195,12 @@ def _targets(sample: Sample) -> list[int]:
 
 def first_sequences(batches: Sequence[Batch], tokens: int) -> list[Batch]:
     """Batches of one sequence, as many of the first as have at most `tokens` together; always one."""
-    found: list[Batch] = []
+    sequences: list[Batch] = []
     for sequence in (s for batch in batches for s in _sequences(batch)):
-        if found and sum(s.tokens for s in found) + sequence.tokens > tokens:
+        if sequences and sum(s.tokens for s in sequences) + sequence.tokens > tokens:
             break
-        found.append(sequence)
-    return found
+        sequences.append(sequence)
+    return sequences
 
 
 def _sequences(batch: Batch) -> Iterator[Batch]:
@@ -227,19 +227,19 @@ def calibration_batches(
     calibration; of the passages, and of files that are also `data`, only the measured ones. DataError: as
     `load_samples`, or nothing is left.
     """
-    wanted = max(1, min(16, samples // 8))
+    held_out_count = max(1, min(16, samples // 8))
     source, measured = _Source(data, seed), _Source(holdout, seed)
-    held, read = measured.samples(measured.keys, tokenizer, vocab_size, wanted, seq_len)
-    kept_back = set(measured.keys[:read] if holdout in (None, data) else measured.keys)
-    keys = [key for key in source.keys if key not in kept_back]
+    held, read = measured.samples(measured.keys, tokenizer, vocab_size, held_out_count, seq_len)
+    held_back = set(measured.keys[:read] if holdout in (None, data) else measured.keys)
+    keys = [key for key in source.keys if key not in held_back]
     if not keys:
         raise DataError(f"All of the data ({source.named}) is held out as well; give other data to calibrate on.")
-    found, _ = source.samples(keys, tokenizer, vocab_size, samples, seq_len)
-    random.Random(seed).shuffle(found)
+    chosen, _ = source.samples(keys, tokenizer, vocab_size, samples, seq_len)
+    random.Random(seed).shuffle(chosen)
     return Batches(
-        make_batches(found, batch_size, device),
+        make_batches(chosen, batch_size, device),
         make_batches(held, batch_size, device),
         len(source.keys) - len(keys) if data is not None else 0,
-        documents(found),
+        documents(chosen),
         documents(held),
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
-from fp8serve.calibration.result import KeptReport, LayerReport, Made
+from fp8serve.calibration.result import LayerReport, LinearGroup, Made
 from fp8serve.model.text.tokenizer import Tokenizer
 
 GOAL = 0.999  # median below which a report names options that lose less
@@ -63,14 +63,14 @@ class Ranking:
     def of(cls, scores: Tensor, right: Tensor, reference: Tensor | None) -> "Ranking":
         """scores and reference [queries, candidates]; right [queries]: which is the other half."""
         queries, candidates = scores.shape
-        found = float((scores.argmax(1) == right).double().mean())
+        result = float((scores.argmax(1) == right).double().mean())
         if reference is None:
-            return cls(queries, candidates, found)
+            return cls(queries, candidates, result)
         same = float((scores.argmax(1) == reference.argmax(1)).double().mean())
         both = [{*row.topk(min(TOP, candidates)).indices.tolist()} for row in (*scores, *reference)]
         shared = [len(a & b) / min(TOP, candidates) for a, b in zip(both[:queries], both[queries:], strict=True)]
         other = float((reference.argmax(1) == right).double().mean())
-        return cls(queries, candidates, found, other, same, sum(shared) / queries)
+        return cls(queries, candidates, result, other, same, sum(shared) / queries)
 
 
 def cosines(queries: Tensor, documents: Tensor) -> Tensor:
@@ -80,13 +80,13 @@ def cosines(queries: Tensor, documents: Tensor) -> Tensor:
 
 def halves(rows: Sequence[Sequence[int]], tokenizer: Tokenizer) -> list[tuple[str, str]]:
     """Each text, given as ids, split in two; texts of less than four tokens are left out."""
-    found = []
+    results = []
     for row in rows:
         ids = [i for i in row if i not in tokenizer.special_ids]
         parts = tokenizer.decode(ids[: len(ids) // 2]), tokenizer.decode(ids[len(ids) // 2 :])
         if len(ids) >= 4 and all(part.strip() for part in parts):
-            found.append(parts)
-    return found
+            results.append(parts)
+    return results
 
 
 def neighbours(count: int, most: int = TOP) -> Tensor:
@@ -157,7 +157,7 @@ class EmbeddingReport:
     seconds: Mapping[str, float]
     versions: Mapping[str, str]
     rounding: str
-    kept: tuple[KeptReport, ...] = ()  # what stays in high precision
+    kept: tuple[LinearGroup, ...] = ()  # what stays in high precision
     notes: tuple[str, ...] = ()
     made: Made | None = None
 

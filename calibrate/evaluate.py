@@ -69,36 +69,36 @@ def evaluate(
     there. command: the command that a reader of the report can repeat; None: this call. ModelError, DataError,
     RecipeError, ScalesError: an input cannot be used, or the two models do not fit each other.
     """
-    asked = SampleOptions.of({"data": data, **options})
-    check_device(asked.device)
+    settings = SampleOptions.of({"data": data, **options})
+    check_device(settings.device)
     stages, source = Stages(progress), Path(model_dir)
     with stages.stage("load"):
-        model = load_servable(source, named(recipe), scales=scales, device=asked.device, head=head_dtype)
-        reference = None if against is None else _reference(model, source, Path(against), asked.device)
-        limit, notes = fitting(asked.seq_len, *(m.config for m in (model, reference) if m is not None))
-        found = load_samples(
-            asked.data, Tokenizer.from_dir(source), model.config.vocab_size,
-            count=asked.samples, seq_len=limit, seed=asked.seed,
+        model = load_servable(source, named(recipe), scales=scales, device=settings.device, head=head_dtype)
+        reference = None if against is None else _reference(model, source, Path(against), settings.device)
+        limit, notes = fitting(settings.seq_len, *(m.config for m in (model, reference) if m is not None))
+        samples = load_samples(
+            settings.data, Tokenizer.from_dir(source), model.config.vocab_size,
+            count=settings.samples, seq_len=limit, seed=settings.seed,
         )  # fmt: skip
-    told = {"data": data, "against": against, "recipe": recipe, "scales": scales}
-    told |= {} if head_dtype == "bf16" else {"head_dtype": head_dtype}
-    batches = make_batches(found, asked.batch_size, asked.device)
+    arguments = {"data": data, "against": against, "recipe": recipe, "scales": scales}
+    arguments |= {} if head_dtype == "bf16" else {"head_dtype": head_dtype}
+    batches = make_batches(samples, settings.batch_size, settings.device)
     quality, layers = _measure(model, reference, batches, stages)
     tokens = sum(batch.tokens for batch in batches)
     return EvalReport(
         model=str(source),
         against=None if against is None else str(against),
         recipe=recipe if isinstance(recipe, str) else name_of(recipe),
-        source=source_names(asked.data),
-        samples=len(found),
+        source=source_names(settings.data),
+        samples=len(samples),
         seq_len=limit,
         quality=quality,
         layers=layers,
         seconds=stages.total(),
-        notes=notes + shortfall(asked.samples, limit, len(found), tokens),
-        documents=documents(found),
+        notes=notes + shortfall(settings.samples, limit, len(samples), tokens),
+        documents=documents(samples),
         tokens=tokens,
-        made=made(command or call("evaluate", source, **told, **options)),
+        made=made(command or call("evaluate", source, **arguments, **options)),
         head_dtype=head_dtype,
     )
 
@@ -172,34 +172,34 @@ def evaluate_encoder(
 
     RecipeError: a classifier without a reference, for which nothing can be measured.
     """
-    asked = SampleOptions.of({"data": data, **options})
-    check_device(asked.device)
+    settings = SampleOptions.of({"data": data, **options})
+    check_device(settings.device)
     stages, source = Stages(progress), Path(model_dir)
     with stages.stage("load"):
-        model = _served(source, named(recipe), scales, asked.device)
-        reference = None if against is None else _served(Path(against), "bf16", None, asked.device)
+        model = _served(source, named(recipe), scales, settings.device)
+        reference = None if against is None else _served(Path(against), "bf16", None, settings.device)
         if reference is not None:
             check_comparable(model, reference, source, Path(str(against)))
         elif model.config.head is not None:
             raise RecipeError("A classifier is compared with the model that it was made from; name it with --against.")
         pooling, tokenizer = pooling_of(source, model.config), Tokenizer.from_dir(source)
-        limit = min(asked.seq_len, model.config.max_length, pooling.max_length or asked.seq_len)
-        found = load_samples(
-            asked.data, tokenizer, model.config.vocab_size, count=asked.samples, seq_len=limit, seed=asked.seed
+        limit = min(settings.seq_len, model.config.max_length, pooling.max_length or settings.seq_len)
+        samples = load_samples(
+            settings.data, tokenizer, model.config.vocab_size, count=settings.samples, seq_len=limit, seed=settings.seed
         )
-    cut = () if limit == asked.seq_len else (f"Texts were cut to {limit} tokens, which is what the model reads.",)
-    task = _Comparison(model, reference, pooling, tokenizer, stages, asked, limit)
-    texts: Rows = [(list(s.ids), [0] * len(s.ids)) for s in found]
+    cut = () if limit == settings.seq_len else (f"Texts were cut to {limit} tokens, which is what the model reads.",)
+    task = _Comparison(model, reference, pooling, tokenizer, stages, settings, limit)
+    texts: Rows = [(list(s.ids), [0] * len(s.ids)) for s in samples]
     closeness, scores, layers = task.texts(texts)
     tokens = sum(len(ids) for ids, _ in texts)
-    told = {"data": data, "against": against, "recipe": recipe, "scales": scales}
+    arguments = {"data": data, "against": against, "recipe": recipe, "scales": scales}
     return EncoderEvalReport(
         model=str(source),
         against=None if against is None else str(against),
         recipe=recipe if isinstance(recipe, str) else name_of(recipe),
-        source=source_names(asked.data),
-        samples=len(found),
-        documents=documents(found),
+        source=source_names(settings.data),
+        samples=len(samples),
+        documents=documents(samples),
         seq_len=limit,
         tokens=tokens,
         closeness=closeness,
@@ -207,8 +207,8 @@ def evaluate_encoder(
         scores=scores,
         layers=layers,
         seconds=stages.total(),
-        notes=cut + shortfall(asked.samples, limit, len(found), tokens),
-        made=made(command or call("calibration.encoder_evaluate.evaluate_encoder", source, **told, **options)),
+        notes=cut + shortfall(settings.samples, limit, len(samples), tokens),
+        made=made(command or call("calibration.evaluate.evaluate_encoder", source, **arguments, **options)),
     )
 
 
@@ -231,11 +231,11 @@ class _Comparison:
         pooling: Pooling,
         tokenizer: Tokenizer,
         stages: Stages,
-        asked: SampleOptions,
+        settings: SampleOptions,
         limit: int,
     ) -> None:
         self.model, self.reference, self.pooling, self.tokenizer = model, reference, pooling, tokenizer
-        self.stages, self.asked, self.limit = stages, asked, limit
+        self.stages, self.options, self.limit = stages, settings, limit
 
     def texts(self, rows: Rows) -> tuple[Closeness | None, ScoreDistance | None, tuple[LayerReport, ...]]:
         """The distance of vectors and of scores, and every FP8 linear's noise; nothing without a reference."""
@@ -266,23 +266,23 @@ class _Comparison:
     def _by_cosine(self, model: AnyModel, pairs: Sequence[tuple[str, str]]) -> Tensor:
         """Scores of every first half with every second half."""
         rows = [self.tokenizer.encode_pair(text, most=self.limit) for part in zip(*pairs, strict=True) for text in part]
-        queries, found = self._read(model, rows, "rank")[0].chunk(2)
-        return cosines(queries, found)
+        queries, documents = self._read(model, rows, "rank")[0].chunk(2)
+        return cosines(queries, documents)
 
     def _by_score(self, model: AnyModel, pairs: Sequence[tuple[str, str]]) -> Tensor:
         """Scores of every first half with its second half and those of some other texts."""
         places = neighbours(len(pairs))
-        asked = [(pairs[i][0], pairs[int(j)][1]) for i, row in enumerate(places) for j in row]
-        rows = [self.tokenizer.encode_pair(*pair, most=self.limit) for pair in asked]
+        candidates = [(pairs[i][0], pairs[int(j)][1]) for i, row in enumerate(places) for j in row]
+        rows = [self.tokenizer.encode_pair(*pair, most=self.limit) for pair in candidates]
         scores = self._read(model, rows, "rank")[1]
         return torch.empty(0) if scores is None else scores.view(places.shape)
 
     def _read(self, model: AnyModel, rows: Rows, stage: str) -> tuple[Tensor, Tensor | None]:
         """Vectors [texts, H], and scores [texts, labels] of a model with labels."""
-        vectors, scores, head, size = [], [], model.config.head, self.asked.batch_size
+        vectors, scores, head, size = [], [], model.config.head, self.options.batch_size
         groups = [rows[i : i + size] for i in range(0, len(rows), size)]
         for group in self.stages.steps(stage, groups):
-            ids, kinds = (torch.tensor([i for row in part for i in row], device=self.asked.device)
+            ids, kinds = (torch.tensor([i for row in part for i in row], device=self.options.device)
                           for part in zip(*group, strict=True))  # fmt: skip
             lengths = [len(row) for row, _ in group]
             hidden = hidden_states(model, ids, lengths, kinds)

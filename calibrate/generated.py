@@ -43,18 +43,18 @@ Generated = tuple[tuple[GeneratedReport, ...], tuple[str, ...]]  # the texts, an
 
 
 def before_and_after(
-    decoder: Model, batches: Sequence[Batch], asked: CalibrationOptions, stages: Stages, folder: Path
+    decoder: Model, batches: Sequence[Batch], settings: CalibrationOptions, stages: Stages, folder: Path
 ) -> Generated:
     """The continuations by `decoder` and by the FP8 model in `folder` of the beginnings of the first samples of
     `batches`."""
-    if not asked.generated_samples:
+    if not settings.generated_samples:
         return (), ()
     if not _fits(decoder):
         return (), (TOO_LARGE,)
     with stages.stage("generate"):
-        prompts, tokenizer = list(islice(_prompts(batches), asked.generated_samples)), Tokenizer.from_dir(folder)
+        prompts, tokenizer = list(islice(_prompts(batches), settings.generated_samples)), Tokenizer.from_dir(folder)
         before = continued(decoder, prompts)
-        after = continued(load_servable(folder, device=asked.device), prompts, kv_scales(folder))
+        after = continued(load_servable(folder, device=settings.device), prompts, kv_scales(folder))
         return tuple(_report(tokenizer, *texts) for texts in zip(prompts, before, after, strict=True)), ()
 
 
@@ -87,15 +87,15 @@ def continued(
     tokens = min(tokens, decoder.config.max_position_embeddings - max(map(len, prompts)))
     device = decoder.embedding.weight.device
     cache = _Cache(decoder, [len(p) + tokens for p in prompts], device, scales or {})
-    ids, found = torch.tensor([i for p in prompts for i in p], device=device), list[list[int]]()
+    ids, columns = torch.tensor([i for p in prompts for i in p], device=device), list[list[int]]()
     new = [len(p) for p in prompts]
     generators = [torch.Generator().manual_seed(zlib.crc32(repr(list(p)).encode())) for p in prompts]
     for _ in range(tokens):
         last = torch.tensor(new, device=device).cumsum(0) - 1
         logits = decoder.logits(decoder(ids, *cache.extended(new), last)).float()
         ids, new = (logits + temperature * _gumbel(logits, generators)).argmax(-1), [1] * len(prompts)
-        found.append(ids.tolist())
-    return [list(column) for column in zip(*found, strict=True)]
+        columns.append(ids.tolist())
+    return [list(column) for column in zip(*columns, strict=True)]
 
 
 def _gumbel(logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
@@ -145,10 +145,10 @@ class _Cache:
 
 
 def _report(tokenizer: Tokenizer, prompt: list[int], before: list[int], after: list[int]) -> GeneratedReport:
-    asked = len(before)
+    requested = len(before)
     before, after = (list(takewhile(lambda i: i not in tokenizer.eos_ids, ids)) for ids in (before, after))
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
     beginning = tokenizer.decode(prompt)
     texts = [tokenizer.decode(prompt + ids).removeprefix(beginning) for ids in (before, after)]
-    shown = tokenizer.decode(prompt, skip_special_tokens=False)  # a chat without its marks reads like one text
-    return GeneratedReport(shown, texts[0], texts[1], asked, same)
+    whole = tokenizer.decode(prompt, skip_special_tokens=False)  # a chat without its marks reads like one text
+    return GeneratedReport(whole, texts[0], texts[1], requested, same)

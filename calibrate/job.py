@@ -21,7 +21,7 @@ from fp8serve.calibration.observe import Observer, observe, observe_texts
 from fp8serve.calibration.options import CalibrationOptions
 from fp8serve.calibration.passes import in_fp8, in_place, release_weights
 from fp8serve.calibration.progress import Stages
-from fp8serve.calibration.result import HealingReport, KeptReport, LayerReport, Quality, SmoothingReport
+from fp8serve.calibration.result import HealingReport, LayerReport, LinearGroup, Quality, SmoothingReport
 from fp8serve.calibration.techniques.precision import Target, choices, fewest, ordered, restore, saved
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.frozen import FrozenLinear
@@ -52,7 +52,7 @@ class Job:
     states: dict[str, ScalingState] = field(default_factory=dict)
     smoothed: Mapping[str, Tensor] = field(default_factory=dict)  # parameters that are not those of the source
     rounded: dict[str, FrozenLinear] | None = None
-    in_bf16: list[KeptReport] = field(default_factory=list)
+    in_bf16: list[LinearGroup] = field(default_factory=list)
     smoothing: SmoothingReport | None = None
     healing: HealingReport | None = None
     notes: tuple[str, ...] = ()  # sentences about anything unexpected
@@ -62,7 +62,7 @@ class Job:
         """The model, if it writes text."""
         return cast(Model, self.model)
 
-    def leave_in_bf16(self, groups: Iterable[KeptReport]) -> None:
+    def leave_in_bf16(self, groups: Iterable[LinearGroup]) -> None:
         """These linears stay in high precision: none of their scales is stored."""
         for group in groups:
             self.in_bf16.append(group)
@@ -99,7 +99,7 @@ class Divergence:
         if (target := Target.of(job.options)) is None:
             return
 
-        def is_met(groups: Sequence[KeptReport]) -> bool:
+        def is_met(groups: Sequence[LinearGroup]) -> bool:
             names = {name for group in groups for name in group.names}
             return target.is_met(self.compare(job, {n: x for n, x in job.linears.items() if n not in names})[0])
 
@@ -153,14 +153,14 @@ class Cosine:
             return
         frozen = self._frozen(job)
 
-        def is_met(groups: Sequence[KeptReport]) -> bool:
+        def is_met(groups: Sequence[LinearGroup]) -> bool:
             names = {name for group in groups for name in group.names}
             return self._closeness(job, {n: x for n, x in frozen.items() if n not in names}).median >= cosine
 
         candidates = []
         for names in job.stages.steps("rank", choices(frozen)):
             alone = self._closeness(job, {name: frozen[name] for name in names}).mean
-            candidates.append(KeptReport(names, sum(saved(job.linears[name]) for name in names), None, alone))
+            candidates.append(LinearGroup(names, sum(saved(job.linears[name]) for name in names), None, alone))
         candidates.sort(key=lambda group: ((group.cosine or 0.0) - 1) / group.bytes)
         count = fewest(candidates, is_met)
         if count == len(candidates):

@@ -194,11 +194,11 @@ class LayerTally:
 
     def add_input(self, x: Tensor, q: Tensor, scale_inv: Tensor) -> None:
         """x [M, K] and its cast: FP8 data of its shape and their scale_inv, of any granularity."""
-        found = tally(x, q, expand(scale_inv, *q.shape))
+        counts = tally(x, q, expand(scale_inv, *q.shape))
         self.elements += x.numel()
-        self.saturated += int(found.saturated)
-        self.rounded_to_top += int(found.rounded_to_top)
-        self.underflowed += int(found.underflowed)
+        self.saturated += int(counts.saturated)
+        self.rounded_to_top += int(counts.rounded_to_top)
+        self.underflowed += int(counts.underflowed)
         self.input.add(x, q, scale_inv)
 
     def add_weight(self, weight: Tensor, linear: FrozenLinear) -> None:
@@ -213,5 +213,5 @@ class LayerTally:
     def report(self, name: str, kl: float | None = None) -> LayerReport:
         of = max(self.elements, 1)
         fractions = (self.saturated / of, self.rounded_to_top / of, self.underflowed / of)
-        found = outlier(self.input.channels, self.weight.channels)
-        return LayerReport(name, self.sqnr_db, *fractions, kl, self.input.report(), self.weight.report(), found)
+        result = outlier(self.input.channels, self.weight.channels)
+        return LayerReport(name, self.sqnr_db, *fractions, kl, self.input.report(), self.weight.report(), result)

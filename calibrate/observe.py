@@ -42,7 +42,7 @@ from fp8serve.calibration.passes import (
     within,
 )
 from fp8serve.calibration.progress import Stages
-from fp8serve.calibration.result import HISTORY_SHOWN
+from fp8serve.calibration.result import HISTORY_LENGTH
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.ops.arithmetic import amax
@@ -85,13 +85,13 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def said_of_experts(counts: Mapping[str, Tensor], *, all_experts: bool) -> tuple[str, ...]:
+def experts_note(counts: Mapping[str, Tensor], *, all_experts: bool) -> tuple[str, ...]:
     """A sentence for the report where experts went without tokens."""
     names = starved(counts)
     if not names:
         return ()
-    told = "their scales come from tokens of other experts" if all_experts else "nothing of them was observed"
-    return (f"The router sent no calibration token to {listed(names)}; {told}.",)
+    message = "their scales come from tokens of other experts" if all_experts else "nothing of them was observed"
+    return (f"The router sent no calibration token to {listed(names)}; {message}.",)
 
 
 @dataclass
@@ -101,26 +101,26 @@ class Seen:
     amax: float = 0.0
     batches: int = 0
     nonfinite: int = 0  # batches whose amax was infinite
-    newest: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY_SHOWN))
+    newest: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY_LENGTH))
     staged: list[float] = field(default_factory=list)  # the amax of every batch; 0 where the tensor did not occur
 
 
 class Observer:
     """Watches converted `linears` (by name) and the keys and values of the attention modules named in `kv_layers`.
 
-    `recipe` is the argument of `autocast` around every pass; `asked` is the recipe for which the caller needs scales.
+    `recipe` is the argument of `autocast` around every pass; `target` is the recipe for which the caller needs scales.
     """
 
     def __init__(
         self,
         linears: Linears,
-        asked: DelayedScaling,
+        target: DelayedScaling,
         *,
         gradients: bool = False,
         kv_layers: Iterable[str] = (),
     ) -> None:
-        self.linears, self.asked = linears, asked
-        self.recipe = recipe = observing(asked)
+        self.linears, self.target = linears, target
+        self.recipe = recipe = observing(target)
         self.roles = ("input", "weight", "grad_output") if gradients else ("input", "weight")
         device = next(iter(linears.values())).weight.device
         names = [f"{layer}.{part}" for layer in kv_layers for part in "kv"]
@@ -208,12 +208,12 @@ def _note(seen: Seen, newest: float, steps: int, nonfinite: int) -> None:
 
 
 def settle(observer: Observer, chosen: Mapping[str, float] | None = None) -> dict[str, ScalingState]:
-    """The final states, with scales from all batches and histories of the asked length.
+    """The final states, with scales from all batches and histories of the requested length.
 
     chosen: amaxes from which the scales of some tensors are made instead of from the observed ones. Their histories are
     limited to these, because a state's scale must represent its history.
     """
-    states, recipe, chosen = observer.states(), observer.asked, chosen or {}
+    states, recipe, chosen = observer.states(), observer.target, chosen or {}
     amaxes = {n: seen.amax for n, seen in observer.seen.items() if recipe.amax_compute_algo == "max"} | dict(chosen)
     for name, largest in amaxes.items():
         states[name].scale.copy_(scale_of(largest, name, recipe).to(states[name].scale.device))
@@ -262,8 +262,8 @@ def observer_of(
 ) -> Observer:
     """An observer that has seen nothing yet. A recipe that scales by content is observed as the default delayed
     recipe."""
-    asked = delayed(recipe) or DelayedScaling()
-    return Observer(linears, asked, gradients=gradients, kv_layers=attention_names(decoder) if kv_cache else ())
+    target = delayed(recipe) or DelayedScaling()
+    return Observer(linears, target, gradients=gradients, kv_layers=attention_names(decoder) if kv_cache else ())
 
 
 def observe(

@@ -211,8 +211,8 @@ def _data_report(options: CalibrationOptions, batches: Batches) -> DataReport:
 
 def stored_states(states: Mapping[str, ScalingState], recipe: Recipe) -> dict[str, ScalingState]:
     """The states whose scales the directory carries: the cache's, and those by which the recipe scales tensors."""
-    kept = tuple(f".{role}" for role, spec in recipe.specs.linear.items() if spec.source == "delayed")
-    return {n: s for n, s in states.items() if n.endswith((*kept, ".k", ".v"))}
+    roles = tuple(f".{role}" for role, spec in recipe.specs.linear.items() if spec.source == "delayed")
+    return {n: s for n, s in states.items() if n.endswith((*roles, ".k", ".v"))}
 
 
 def _checkpoint(job: Job, stored: Mapping[str, ScalingState]) -> ScalingCheckpoint:
@@ -279,9 +279,9 @@ def made(command: str) -> Made:
 
 def call(function: str, model: Path, **arguments: Any) -> str:
     """A call of one of this package's functions, with the arguments that differ from their defaults."""
-    said = {name: str(value) if isinstance(value, Path) else value for name, value in arguments.items()}
-    given = ", ".join(f"{name}={value!r}" for name, value in said.items() if value is not None)
-    return f"fp8serve.{function}({', '.join(filter(None, (repr(str(model)), given)))})"
+    values = {name: str(value) if isinstance(value, Path) else value for name, value in arguments.items()}
+    listed = ", ".join(f"{name}={value!r}" for name, value in values.items() if value is not None)
+    return f"fp8serve.{function}({', '.join(filter(None, (repr(str(model)), listed)))})"
 
 
 def _processor() -> str:

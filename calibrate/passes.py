@@ -165,19 +165,19 @@ def fp8_cache(scales: Mapping[str, Tensor]) -> Tap:
 
 def blame(decoder: Model, linears: Linears, batch: Batch) -> ScalesError:
     """Rerun a batch whose result was not finite, and name the first tensor that is not finite."""
-    found: list[str] = []
+    results: list[str] = []
 
     def make(name: str) -> Callable[..., None]:
         def hook(linear: Linear, args: tuple[Tensor], out: Tensor) -> None:
             for role, tensor in (("input", args[0]), ("weight", linear.weight)):
                 if not tensor.isfinite().all():
-                    found.append(f"{name}.{role}")
+                    results.append(f"{name}.{role}")
 
         return hook
 
     with torch.no_grad(), hooks(linears, make):
         forward(decoder, batch)
-    where = found[0] if found else "the final hidden state"
+    where = results[0] if results else "the final hidden state"
     return ScalesError(
         f"{where} holds NaN or infinite values in high precision already; the weights are damaged or overflow, "
         "so there is nothing to calibrate."
@@ -189,12 +189,12 @@ class Stream:
 
     def __init__(self, model: AnyModel, batch: Batch, tap: Tap | None = None) -> None:
         self._parts, self.batch = model.parts, batch
-        self.hidden, self._told = _entered(model, batch, tap)
+        self.hidden, self._arguments = _entered(model, batch, tap)
 
     def run(self, index: int) -> Tensor:
         """The layer's output for the hidden state, which is not changed."""
         layer: Callable[..., Tensor] = self._parts[index]
-        return layer(self.hidden, *self._told(index))
+        return layer(self.hidden, *self._arguments(index))
 
     def advance(self, index: int) -> None:
         self.hidden = self.run(index)

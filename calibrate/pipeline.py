@@ -43,14 +43,14 @@ from fp8serve.calibration.checks import (
 from fp8serve.calibration.data import Batches, calibration_batches
 from fp8serve.calibration.embedding import EmbeddingReport
 from fp8serve.calibration.job import Cosine, Divergence, Job
-from fp8serve.calibration.observe import Observer, observer_of, said_of_experts, settle
+from fp8serve.calibration.observe import Observer, experts_note, observer_of, settle
 from fp8serve.calibration.options import HEAL_RATE, CalibrationOptions
 from fp8serve.calibration.output import call, made, versions, write
 from fp8serve.calibration.progress import Progress, Stages
 from fp8serve.calibration.result import CalibrationReport, HealingReport, SmoothingReport
 from fp8serve.calibration.techniques.healing import Schedule, heal
 from fp8serve.calibration.techniques.input_scales import searched_amaxes
-from fp8serve.calibration.techniques.precision import kept_reports, left_out
+from fp8serve.calibration.techniques.precision import groups_of, left_out
 from fp8serve.calibration.techniques.rounding import round_weights
 from fp8serve.calibration.techniques.smoothing import FACTORS, pairs, smooth
 from fp8serve.calibration.unfinished import Once, Unfinished, description, every_time, recorded
@@ -143,7 +143,7 @@ def _calibrate(
     if job.options.smoothing is not None:
         _smooth(job, job.options.smoothing, once, ranks)
     restore_observer(job.observer, once("observed", lambda: recorded(job.judge.observe(job, ranks))))
-    job.notes += said_of_experts(job.observer.tokens, all_experts=job.options.all_experts)
+    job.notes += experts_note(job.observer.tokens, all_experts=job.options.all_experts)
     job.states = settle(job.observer, _searched_amaxes(job))
     if job.options.rounding == "gptq":
         samples = job.batches.calibration
@@ -204,7 +204,7 @@ def _converted(model: AnyModel, skip: tuple[str, ...]) -> dict[str, Linear]:
 def _leave_out(job: Job) -> None:
     """The linears that `skip` and `only` name stay in high precision."""
     names = left_out(list(job.linears), job.options.skip or (), job.options.only or ())
-    job.leave_in_bf16(kept_reports(job.model, names))
+    job.leave_in_bf16(groups_of(job.model, names))
 
 
 def pooling_of(source: Path, config: AnyConfig) -> Pooling:

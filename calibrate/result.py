@@ -18,7 +18,7 @@ from fp8serve.fp8.recipe import HeadDtype
 from fp8serve.model.storage.files import MAX_JSON_BYTES, read_text
 from fp8serve.options import rule
 
-HISTORY_SHOWN = 64  # newest amaxes per tensor in the report; scales.safetensors holds the whole history
+HISTORY_LENGTH = 64  # newest amaxes per tensor in the report; scales.safetensors holds the whole history
 
 UNEVEN = 32.0  # times the median channel of an input
 
@@ -42,7 +42,7 @@ class TensorReport:
     amax: float  # running maximum over all batches
     scale: float | None  # multiplies to quantize; None: the recipe computes it on the fly
     observations: int  # batches that recorded an amax
-    history: tuple[float, ...]  # amax per batch, oldest first, the newest HISTORY_SHOWN
+    history: tuple[float, ...]  # amax per batch, oldest first, the newest HISTORY_LENGTH
     limit: float | None = None  # the largest magnitude that the scale represents
 
 
@@ -101,8 +101,8 @@ def worst_first(layers: Sequence[LayerReport]) -> tuple[LayerReport, ...]:
 
 def uneven_first(layers: Sequence[LayerReport]) -> tuple[LayerReport, ...]:
     """The layers with an input channel `UNEVEN` times as large as the median one, ordered by its excess."""
-    found = [(x.outlier.excess, x) for x in layers if x.outlier is not None and x.outlier.size >= UNEVEN]
-    return tuple(layer for _, layer in sorted(found, key=lambda pair: -pair[0]))
+    results = [(x.outlier.excess, x) for x in layers if x.outlier is not None and x.outlier.size >= UNEVEN]
+    return tuple(layer for _, layer in sorted(results, key=lambda pair: -pair[0]))
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class DataReport:
 
 
 @dataclass(frozen=True)
-class KeptReport:
+class LinearGroup:
     """Linears of a layer that read one input and stay in high precision, or might."""
 
     names: tuple[str, ...]
@@ -210,7 +210,7 @@ class CalibrationReport:
     rounding: str = "nearest"  # of weights
     smoothing: SmoothingReport | None = None
     healing: HealingReport | None = None
-    kept: tuple[KeptReport, ...] = ()  # what stays in high precision
+    kept: tuple[LinearGroup, ...] = ()  # what stays in high precision
     generated: tuple[GeneratedReport, ...] = ()
     experts: tuple[ExpertsReport, ...] = ()
     made: Made | None = None

@@ -27,7 +27,7 @@ from torch import Tensor
 from fp8serve.calibration.data import Batches
 from fp8serve.calibration.observe import Observer, Seen
 from fp8serve.calibration.options import CalibrationOptions
-from fp8serve.calibration.result import HISTORY_SHOWN
+from fp8serve.calibration.result import HISTORY_LENGTH
 from fp8serve.errors import Fp8ServeError, MachineError, ModelError, shown
 from fp8serve.fp8.recipe import Recipe, to_json
 from fp8serve.fp8.scaling import FIELDS, ScalingState
@@ -49,14 +49,14 @@ def every_time(name: str, make: Make) -> Mapping[str, Tensor]:
 
 
 class Unfinished:
-    """The results of the run described by `told`, which becomes `out`. `once` is a `Once`.
+    """The results of the run of this `description`, which becomes `out`. `once` is a `Once`.
 
     ModelError: there are results already and `resume` is not set, or they are another run's, or another process's.
     """
 
-    def __init__(self, out: Path, told: Mapping[str, Any], resume: bool, ranks: Ranks = ALONE) -> None:
+    def __init__(self, out: Path, arguments: Mapping[str, Any], resume: bool, ranks: Ranks = ALONE) -> None:
         out = Path(os.path.abspath(out))
-        self.folder, self._out, self._told = out.parent / f".{out.name}.calibrating", out, told
+        self.folder, self._out, self._description = out.parent / f".{out.name}.calibrating", out, arguments
         self._lock: IO[str] | None = None
         self._ranks = ranks
         with ranks.together():
@@ -79,8 +79,8 @@ class Unfinished:
         if not resume:
             raise ModelError(f"A calibration of {self._out} was interrupted; go on with --resume, {remove}.")
         before = read_json(self.folder / RUN)
-        for name in sorted({*before, *self._told}):
-            old, new = before.get(name), self._told.get(name)
+        for name in sorted({*before, *self._description}):
+            old, new = before.get(name), self._description.get(name)
             if old != new:
                 raise ModelError(
                     f"The interrupted calibration of {self._out} began with {name}={shown(old)}, not {shown(new)}; "
@@ -95,10 +95,10 @@ class Unfinished:
         """The result of this name, mapped from its file; `make` computes it if there is none."""
         path = self.folder / f"{name}.safetensors"
         if not any(self._ranks.gather(path.exists())):
-            made = make()
+            created = make()
             with self._ranks.together():
                 if self._ranks.first:
-                    self._keep(path, made)
+                    self._keep(path, created)
         return Shards(*read_header(path))
 
     def _keep(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -116,19 +116,19 @@ class Unfinished:
         if self._lock is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._take()
-            write_json(self.folder / "run.tmp", self._told)
+            write_json(self.folder / "run.tmp", self._description)
             fsync(self.folder / "run.tmp")
             (self.folder / "run.tmp").rename(self.folder / RUN)
 
 
 def description(
-    source: Path, recipe: Recipe, asked: CalibrationOptions, batches: Batches, versions: Mapping[str, str]
+    source: Path, recipe: Recipe, settings: CalibrationOptions, batches: Batches, versions: Mapping[str, str]
 ) -> dict[str, Any]:
     """Everything that decides a calibration's results, by its option names: a run resumes only if all are equal."""
-    options = {name: value for name, value in asdict(asked).items() if name not in ("resume", "data", "holdout")}
-    told = {"model": fingerprint(source), "recipe": to_json(recipe), "samples read": _digest(batches)}
-    found: dict[str, Any] = json.loads(json.dumps(told | options | dict(versions)))
-    return found
+    options = {name: value for name, value in asdict(settings).items() if name not in ("resume", "data", "holdout")}
+    arguments = {"model": fingerprint(source), "recipe": to_json(recipe), "samples read": _digest(batches)}
+    results: dict[str, Any] = json.loads(json.dumps(arguments | options | dict(versions)))
+    return results
 
 
 def _digest(batches: Batches) -> str:
@@ -141,12 +141,12 @@ def _digest(batches: Batches) -> str:
 def recorded(observer: Observer) -> dict[str, Tensor]:
     """By the tensor's name and a field: the fields of its state, and `seen`, FP64 [running amax, newest amaxes]. By a
     mixture's name and `tokens`: the counts of its experts."""
-    found = {f"{name}{TOKENS}": counts for name, counts in observer.tokens.items()}
+    results = {f"{name}{TOKENS}": counts for name, counts in observer.tokens.items()}
     for name, state in observer.states().items():
-        found |= {f"{name}.{field}": getattr(state, field) for field in FIELDS}
+        results |= {f"{name}.{field}": getattr(state, field) for field in FIELDS}
         seen = observer.seen[name]
-        found[f"{name}.seen"] = torch.tensor([seen.amax, *seen.newest], dtype=torch.float64)
-    return found
+        results[f"{name}.seen"] = torch.tensor([seen.amax, *seen.newest], dtype=torch.float64)
+    return results
 
 
 def restore_observer(observer: Observer, found: Mapping[str, Tensor]) -> None:
@@ -156,7 +156,7 @@ def restore_observer(observer: Observer, found: Mapping[str, Tensor]) -> None:
         _set(state, {field: found[f"{name}.{field}"] for field in FIELDS})
         amax, *newest = found[f"{name}.seen"].tolist()
         steps, nonfinite = int(state.steps), int(state.nonfinite)
-        observer.seen[name] = Seen(amax, steps, nonfinite, deque(newest, maxlen=HISTORY_SHOWN))
+        observer.seen[name] = Seen(amax, steps, nonfinite, deque(newest, maxlen=HISTORY_LENGTH))
 
 
 def _set(state: ScalingState, fields: Mapping[str, Tensor]) -> None:

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from fp8serve import __version__, logs
-from fp8serve.commands import (
+from fp8serve.commands import (  # fmt: skip
     bench,
     calibrate,
     chat,
@@ -33,7 +33,7 @@ from fp8serve.commands import (
     models,
     serve,
     verify,
-)  # fmt: skip
+)
 from fp8serve.errors import Fp8ServeError
 
 app = typer.Typer(
@@ -57,8 +57,8 @@ for group, inner in {"models": models.app, "jobs": jobs.app, "key": key.app, "be
     app.add_typer(inner, name=group)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(expected: bool) -> None:
+    if expected:
         typer.echo(f"fp8serve {__version__}")
         raise typer.Exit
 

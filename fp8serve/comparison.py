@@ -135,14 +135,14 @@ def _of_state(state: ScalingCheckpoint) -> dict[str, Tensor]:
 
 
 def _of_checkpoint(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for linear in checkpoint.fp8_linears:
         stored = checkpoint.stored(linear)
         if stored is not None:
-            found[f"{linear}.weight"] = stored.weight_scale_inv.reciprocal()
+            results[f"{linear}.weight"] = stored.weight_scale_inv.reciprocal()
             if stored.input_scale is not None:
-                found[f"{linear}.input"] = stored.input_scale
-    return found | dict(_of_cache(checkpoint))
+                results[f"{linear}.input"] = stored.input_scale
+    return results | dict(_of_cache(checkpoint))
 
 
 def _of_cache(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
@@ -168,14 +168,14 @@ def _comparable(a: _Side, b: _Side) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    found: dict[str, tuple[Any, Any]] = {}
+    results: dict[str, tuple[Any, Any]] = {}
     for key in dict.fromkeys((*a, *b)):
         one, other = a.get(key), b.get(key)
         if isinstance(one, Mapping) and isinstance(other, Mapping):
-            found |= _differing(one, other, f"{prefix}{key}.")
+            results |= _differing(one, other, f"{prefix}{key}.")
         elif one != other:
-            found[prefix + key] = one, other
-    return found
+            results[prefix + key] = one, other
+    return results
 
 
 # -- scales ----------------------------------------------------------------------------------------------------------

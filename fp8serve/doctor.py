@@ -72,7 +72,7 @@ def kernel_checks(progress: Callable[[str], None] | None) -> tuple[list[dict[str
 
     from fp8serve.fp8 import selfcheck
 
-    found, wrong = [], []
+    result, wrong = [], []
     for device in [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]:
         machine = selfcheck.machine_of(device)
         if machine is None:
@@ -87,8 +87,8 @@ def kernel_checks(progress: Callable[[str], None] | None) -> tuple[list[dict[str
             wrong.append(f"The check of the kernels on {machine.name} did not finish: {verdict.unfinished}.")
         kernels = {} if verdict is None else {name: finding.text() for name, finding in verdict.kernels.items()}
         date = None if verdict is None else verdict.date
-        found.append({"device": str(device), "name": machine.name, "date": date, "kernels": kernels})
-    return found, wrong
+        result.append({"device": str(device), "name": machine.name, "date": date, "kernels": kernels})
+    return result, wrong
 
 
 _BF16 = {"runs": "torch", "why": "no FP8: torch's own high-precision kernels"}
@@ -134,8 +134,8 @@ def _cuda_state() -> str:
 def _gpus() -> list[dict[str, Any]]:
     import torch
 
-    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return [{"name": p.name, "architecture": f"sm_{p.major}{p.minor}", "memory": p.total_memory} for p in found]
+    results = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [{"name": p.name, "architecture": f"sm_{p.major}{p.minor}", "memory": p.total_memory} for p in results]
 
 
 def cuda_library() -> dict[str, Any]:
@@ -149,10 +149,10 @@ def cuda_library() -> dict[str, Any]:
     if path is None:
         return {"path": None, "architectures": [], "runtime": None, "state": f"not built: {_why_not_built()}"}
     built = built_for(path)
-    found = {"path": str(path), "architectures": list(built.architectures), "runtime": built.runtime}
+    results = {"path": str(path), "architectures": list(built.architectures), "runtime": built.runtime}
     if torch.version.cuda is None:
-        return found | {"state": "built, but this torch is built without CUDA and cannot load it"}
-    return found | {"state": "loaded"}
+        return results | {"state": "built, but this torch is built without CUDA and cannot load it"}
+    return results | {"state": "loaded"}
 
 
 OLDEST_NVCC = (12, 8)  # the first version that supports sm_100a and sm_120a
@@ -177,11 +177,11 @@ def _why_not_built() -> str:
 def nvcc_version(path: str) -> tuple[int, int] | None:
     """(13, 0) of a compiler that calls itself "release 13.0"."""
     try:
-        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
+        text = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    found = re.search(r"release (\d+)\.(\d+)", said)
-    return (int(found[1]), int(found[2])) if found else None
+    match = re.search(r"release (\d+)\.(\d+)", text)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def _cpuinfo(key: str) -> str:
@@ -266,11 +266,11 @@ def about_gpus(gpus: list[dict[str, Any]], library: dict[str, Any]) -> tuple[lis
 
 
 def _problems(disk: dict[str, Any]) -> list[str]:
-    found = []
+    results = []
     if sys.byteorder != "little":
-        found.append("this machine is big-endian; safetensors files and our kernels are little-endian.")
+        results.append("this machine is big-endian; safetensors files and our kernels are little-endian.")
     if not disk["writable"]:
-        found.append(f"the data directory {disk['path']} cannot be written; choose another with --data-dir.")
+        results.append(f"the data directory {disk['path']} cannot be written; choose another with --data-dir.")
     if disk["free"] < _LEAST_DISK:
-        found.append(f"only {disk['free'] >> 20} MiB are free at {disk['path']}; checkpoints will not fit.")
-    return found
+        results.append(f"only {disk['free'] >> 20} MiB are free at {disk['path']}; checkpoints will not fit.")
+    return results

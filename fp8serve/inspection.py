@@ -86,15 +86,15 @@ def _of_model(path: Path, state: ScalingCheckpoint | None) -> dict[str, Any]:
     try:
         checkpoint = open_checkpoint(path)
     except ModelError as error:
-        found = _from_names(_present(path)) + ([] if state is None else _from_scales(state, FILE_NAME))
-        return _report(path, "a model that cannot be loaded here", found, problem=str(error).removesuffix("."))
-    found = _from_checkpoint(checkpoint)
+        result = _from_names(_present(path)) + ([] if state is None else _from_scales(state, FILE_NAME))
+        return _report(path, "a model that cannot be loaded here", result, problem=str(error).removesuffix("."))
+    result = _from_checkpoint(checkpoint)
     if state is not None:
-        found += _from_scales(state, FILE_NAME, dict(contradictions(checkpoint, state)))
+        result += _from_scales(state, FILE_NAME, dict(contradictions(checkpoint, state)))
     problem = _refusal(checkpoint)
     cache = None if isinstance(checkpoint.any_config, EncoderConfig) else cache_refusal(path)
     notes = [*left_out_notes(path, checkpoint.left_out), *matrices_note(checkpoint), *reader_notes(checkpoint)]
-    return _report(path, _describe(checkpoint), found, notes, problem, computed_by(checkpoint.any_config), cache)
+    return _report(path, _describe(checkpoint), result, notes, problem, computed_by(checkpoint.any_config), cache)
 
 
 def _present(path: Path) -> Shards:
@@ -112,10 +112,10 @@ def _from_names(shards: Shards) -> list[Scale]:
 def _named(shards: Shards, key: str) -> Scale | None:
     file = shards.entries[key].file.name
     try:
-        found = interop.classify(key)
+        result = interop.classify(key)
     except ModelError:
         return _scale(key, key, "unknown", shards[key], file, problem="has a meaning that is not known")
-    tensor = "" if found is None else f"{found.owner}.{found.role}"
+    tensor = "" if result is None else f"{result.owner}.{result.role}"
     return _scale(tensor, key, "dequantizes", shards[key], file) if tensor else None
 
 
@@ -142,9 +142,9 @@ def _report(
     computed: ComputedBy | None = None,
     cache: str | None = None,
 ) -> dict[str, Any]:
-    found = [asdict(s) for s in scales]
+    results = [asdict(s) for s in scales]
     about = {"path": str(path), "holds": holds, "computed_by": computed}
-    return about | {"scales": found, "notes": list(notes), "problem": problem, "cache_problem": cache}
+    return about | {"scales": results, "notes": list(notes), "problem": problem, "cache_problem": cache}
 
 
 def _describe(checkpoint: Checkpoint) -> str:
@@ -160,8 +160,8 @@ def _from_checkpoint(checkpoint: Checkpoint) -> list[Scale]:
     in_fp8 = (*checkpoint.fp8_linears, *checkpoint.fp8_matrices)
     places = [(owner, role) for owner in in_fp8 for role in ("input", "weight")]
     places += [(owner, role) for owner in attention for role in ("k", "v", "kv")]
-    found = [_stored(checkpoint, owner, role) for owner, role in places]  # type: ignore[arg-type]
-    return [scale for scale in found if scale is not None]
+    results = [_stored(checkpoint, owner, role) for owner, role in places]  # type: ignore[arg-type]
+    return [scale for scale in results if scale is not None]
 
 
 def _stored(checkpoint: Checkpoint, owner: str, role: interop.Role) -> Scale | None:

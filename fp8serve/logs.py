@@ -40,8 +40,8 @@ def request_fields(**known: Any) -> Iterator[None]:
 def bind(**known: Any) -> None:
     """Adds to the fields of the current request; does nothing without one. Tasks and threads made for it see them,
     too."""
-    if (found := _bound.get()) is not None:
-        found.update(known)
+    if (result := _bound.get()) is not None:
+        result.update(known)
 
 
 def bound() -> dict[str, Any]:
@@ -63,7 +63,7 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.fromtimestamp(record.created, UTC)
-        found: dict[str, Any] = {
+        results: dict[str, Any] = {
             "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -71,12 +71,12 @@ class JsonFormatter(logging.Formatter):
             "pid": record.process,
             "message": record.getMessage(),
         }
-        found |= _bound.get() or {}
-        found |= getattr(record, _FIELDS, {})
+        results |= _bound.get() or {}
+        results |= getattr(record, _FIELDS, {})
         if record.exc_info and record.exc_info[0] is not None:
-            found["exception"] = record.exc_info[0].__name__
-            found["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(found, default=str)
+            results["exception"] = record.exc_info[0].__name__
+            results["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(results, default=str)
 
 
 def configure(form: LogFormat, process: str) -> None:

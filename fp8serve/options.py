@@ -53,8 +53,8 @@ class Option:
 
     def bound(self, *marks: type) -> float | None:
         """The bound of one of the kinds `marks`, such as Ge."""
-        found = (m for m in get_args(self.kind)[1:] if isinstance(m, marks))
-        return next((value for mark in found for value in vars_of(mark).values()), None)
+        result = (m for m in get_args(self.kind)[1:] if isinstance(m, marks))
+        return next((value for mark in result for value in vars_of(mark).values()), None)
 
     @property
     def least(self) -> float | None:
@@ -74,8 +74,8 @@ def vars_of(mark: Any) -> dict[str, Any]:
 def options_of(cls: Any) -> tuple[Option, ...]:
     """The fields of `cls` that have an `About`, in their order."""
     hints = get_type_hints(cls, include_extras=True)
-    found = ((f, _about(hints[f.name])) for f in fields(cls))
-    return tuple(Option(f.name, hints[f.name], _default(f), about) for f, about in found if about is not None)
+    result = ((f, _about(hints[f.name])) for f in fields(cls))
+    return tuple(Option(f.name, hints[f.name], _default(f), about) for f, about in result if about is not None)
 
 
 def _about(kind: Any) -> About | None:
@@ -94,10 +94,10 @@ def check(options: Any, error: type[Fp8ServeError]) -> None:
     from pydantic import ValidationError
 
     try:
-        given = {name: tuple(v) if isinstance(v, list) else v for name, v in vars_of(options).items()}
-        values = _validator(options.__class__).validate_python(given)
-    except ValidationError as found:
-        raise error(_sentence(found.errors()[0])) from None
+        arguments = {name: tuple(v) if isinstance(v, list) else v for name, v in vars_of(options).items()}
+        values = _validator(options.__class__).validate_python(arguments)
+    except ValidationError as failure:
+        raise error(_sentence(failure.errors()[0])) from None
     for name, value in values.items():
         object.__setattr__(options, name, value)
 

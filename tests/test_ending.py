@@ -14,7 +14,7 @@ from tests.patience import PATIENCE
 
 PROGRAM = """
 import atexit
-from fp8serve.ending import end_process
+from fp8serve.processes import end_process
 atexit.register(print, "taken apart")
 print("printed", end="")
 end_process(3)
@@ -30,12 +30,12 @@ def test_a_process_ends_at_once_with_its_status_and_its_output() -> None:
 
 ASKED = """
 import signal, sys
-from fp8serve.ending import ends_when_asked
+from fp8serve.processes import ends_at_signals
 before = signal.getsignal(signal.SIGINT)
-with ends_when_asked():
+with ends_at_signals():
     pass
 assert signal.getsignal(signal.SIGINT) is before
-with ends_when_asked():
+with ends_at_signals():
     try:
         signal.raise_signal(int(sys.argv[1]))
     finally:

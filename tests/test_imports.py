@@ -12,12 +12,12 @@ ROOT = Path(__file__).resolve().parent.parent
 ALLOWED = {
     "fp8": {"fp8", "errors", "options", "processes"},
     "model": {"model", "fp8", "errors", "options", "processes"},
-    "engine": {"engine", "model", "fp8", "errors", "options", "processes", "ending", "logs"},
+    "engine": {"engine", "model", "fp8", "errors", "options", "processes", "logs"},
     "calibration": {"calibration", "charts", "model", "fp8", "errors", "options", "ranks"},
-    "train": {"train", "model", "fp8", "errors", "options", "processes", "ending", "ranks"},
+    "train": {"train", "model", "fp8", "errors", "options", "processes", "ranks"},
     "client": {"client", "errors", "options"},
     "chat": {"chat", "client", "engine", "model", "errors", "options", "terminal"},
-    "server": {"server", "engine", "train", "model", "fp8", "errors", "options", "processes", "ending", "logs"},
+    "server": {"server", "engine", "train", "model", "fp8", "errors", "options", "processes", "logs"},
 }
 MORE = {"fp8serve.train.methods.grpo.rollouts": {"engine"}}
 """A policy is trained on what a server says, so that one module of training runs one."""
@@ -58,7 +58,6 @@ NOTHING_OF_OURS = {
     "fp8serve.engine.output",
     "fp8serve.errors",
     "fp8serve.charts",
-    "fp8serve.ending",
     "fp8serve.options",
     "fp8serve.processes",
 }

@@ -12,11 +12,11 @@ from annotated_types import Ge, Gt, Le, Len
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
+from docs.options_page import page
 from fp8serve.commands.from_options import Chosen, with_options
 from fp8serve.engine.sampling_params import MAX_STOP_STRINGS, SamplingParams
 from fp8serve.errors import RecipeError, RequestError
 from fp8serve.options import About, check, known_fields, options_of
-from fp8serve.options_page import page
 from fp8serve.server.schemas import generation_bodies, openai_bodies
 from fp8serve.server.schemas.finetune_bodies import FinetuneBody
 from fp8serve.server.schemas.generation_bodies import GenerateParameters

@@ -23,7 +23,7 @@ from tests.test_imports import sources, tree
 HOME = "fp8serve.processes"
 REWARD = "fp8serve.train.methods.grpo.reward_process"  # runs the user's file in its own process
 OTHER_STARTS = {
-    "fp8serve.bench.provenance": "git",
+    "fp8serve.bench.figures": "git",
     "fp8serve.bench.quality_peers": "a command that the user gives",
     "fp8serve.doctor": "compilers and nvidia-smi",
     "fp8serve.server.finetuning.job_runner": "the command that job_runner makes",

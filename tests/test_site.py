@@ -14,7 +14,7 @@ import typer
 
 import fp8serve
 from benchmarks.studies import concepts
-from fp8serve import routes_page
+from docs import routes_page
 from fp8serve.cli import app
 from fp8serve.fp8.ops.registry import OPS
 from fp8serve.model.config.families import FAMILIES

@@ -11,8 +11,7 @@ from torch import Tensor
 from fp8serve.calibration import data, passes
 from fp8serve.engine.engine import Engine
 from fp8serve.model.checkpoint import load_trainable
-from fp8serve.train.batch import PackedBatch
-from fp8serve.train.forward import Network
+from fp8serve.train.forward import Network, PackedBatch
 from tests.model.oracle import make_model
 
 WINDOW = 8

@@ -15,16 +15,14 @@ from benchmarks.studies.corpus import corpus
 from fp8serve.bench.options import Checked, Shape
 from fp8serve.fp8.recipe import delayed
 from fp8serve.options import About
-from fp8serve.train.batch import PackedBatch, collate
 from fp8serve.train.config import TrainConfig
+from fp8serve.train.data import Cursor, walk
 from fp8serve.train.events import Event
-from fp8serve.train.forward import Forward, mean_loss
-from fp8serve.train.held_out import held_out_metrics
+from fp8serve.train.forward import Forward, PackedBatch, collate, mean_loss, summed_loss
 from fp8serve.train.optimizer import learning_rate
-from fp8serve.train.order import Cursor, walk
 from fp8serve.train.scratch import write_random_model, write_texts
 from fp8serve.train.setup import prepare
-from fp8serve.train.target_log_probs import summed_loss
+from fp8serve.train.validation import held_out_metrics
 
 
 @dataclass(frozen=True)

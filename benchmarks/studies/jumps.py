@@ -33,7 +33,7 @@ from fp8serve.fp8.monitor import tally
 from fp8serve.fp8.ops.arithmetic import expand
 from fp8serve.options import About, check
 from fp8serve.terminal import AsJson, print_table
-from fp8serve.train.batch import PackedBatch
+from fp8serve.train.forward import PackedBatch
 
 
 @dataclass(frozen=True)

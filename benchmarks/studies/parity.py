@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fp8serve.bench.speculation import PASSAGE
+from fp8serve.bench.engine import PASSAGE
 from fp8serve.commands.bench import Out, measured, publish, show
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.conversion import convert

@@ -43,8 +43,8 @@ def kind_of(linear: str) -> str:
 
 def index_of(name: str) -> int | None:
     """The number of the decoder layer that a tensor or a linear belongs to."""
-    found = re.search(r"layers\.(\d+)\.", name)
-    return int(found[1]) if found else None
+    match = re.search(r"layers\.(\d+)\.", name)
+    return int(match[1]) if match else None
 
 
 def place_of(linear: str) -> tuple[str, str]:
@@ -67,15 +67,15 @@ def inputs(layers: Sequence[LayerReport]) -> list[LayerReport]:
 
 def input_tensors(tensors: Sequence[TensorReport]) -> list[TensorReport]:
     """Each input once."""
-    found = [t for t in tensors if t.name.endswith(".input")]
-    return _first(found, lambda tensor: tensor.name.removesuffix(".input"))
+    results = [t for t in tensors if t.name.endswith(".input")]
+    return _first(results, lambda tensor: tensor.name.removesuffix(".input"))
 
 
 def _first(items: Sequence[T], linear: Callable[[T], str]) -> list[T]:
-    found: dict[tuple[str, str], T] = {}
+    results: dict[tuple[str, str], T] = {}
     for item in items:
-        found.setdefault(place_of(linear(item)), item)
-    return list(found.values())
+        results.setdefault(place_of(linear(item)), item)
+    return list(results.values())
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _cost(quality: Quality, untried: Sequence[str]) -> Finding | None:
     if kl is None or kl <= HIGH_KL:
         return None
     advice = f" What may help: {', '.join(untried)}." if untried else ""
-    return Finding(f"FP8 moves the model's predictions by {number(kl)} nats per token, which is much.{advice}", True)
+    return Finding(f"FP8 moves the model's predictions by {number(kl)} nats per token, which is high.{advice}", True)
 
 
 def _untried(report: CalibrationReport) -> list[str]:
@@ -195,13 +195,13 @@ def _lost(layers: Sequence[LayerReport]) -> Finding | None:
 
 def _uneven(layers: Sequence[LayerReport]) -> Finding | None:
     """Channels that leave the others of their input little of the format's range."""
-    found = uneven_first(inputs(layers))
-    if not found:
+    uneven = uneven_first(inputs(layers))
+    if not uneven:
         return None
-    names = listed([f"{input_name(x.name)} ({outlier_of(x)})" for x in found])
-    trouble = any(x.outlier is not None and x.outlier.excess > USELESS for x in found)
+    names = listed([f"{input_name(x.name)} ({outlier_of(x)})" for x in uneven])
+    trouble = any(x.outlier is not None and x.outlier.excess > USELESS for x in uneven)
     return Finding(
-        f"In {count(len(found), 'input')} one channel is more than {UNEVEN:.0f} times as large as the median one: "
+        f"In {count(len(uneven), 'input')} one channel is more than {UNEVEN:.0f} times as large as the median one: "
         f"{names}. Where the weights that read it are small, its size is of no use and takes the room of others; "
         "`--smoothing 0.5` moves it into the weights where that helps.",
         trouble,
@@ -218,5 +218,6 @@ def _unsteady(tensors: Sequence[TensorReport]) -> Finding | None:
     ratio, name = wild[0]
     return Finding(
         f"In {len(wild)} of {len(spread)} inputs one batch holds a value more than {UNSTEADY:.0f} times as large as "
-        f"the largest of a usual batch, in {input_name(name)} {ratio:.3g} times. More samples make such a scale surer."
+        f"the largest of a usual batch, in {input_name(name)} {ratio:.3g} times. More samples make such a scale "
+        "more reliable."
     )

@@ -33,8 +33,8 @@ def paragraph(text: str, kind: str = "") -> str:
 
 def figures(drawings: Mapping[str, str], kind: str = "") -> str:
     """Drawings by their captions, side by side where there is room. Empty ones are left out."""
-    shown = (f"<figure><figcaption>{escape(t)}</figcaption>{svg}</figure>" for t, svg in drawings.items() if svg)
-    inside = "".join(shown)
+    displayed = (f"<figure><figcaption>{escape(t)}</figcaption>{svg}</figure>" for t, svg in drawings.items() if svg)
+    inside = "".join(displayed)
     return f'<div class="charts{" " + kind if kind else ""}">{inside}</div>' if inside else ""
 
 

@@ -25,8 +25,8 @@ from fp8serve.calibration.result import (
     CastReport,
     GeneratedReport,
     HealingReport,
-    KeptReport,
     LayerReport,
+    LinearGroup,
     Made,
     SmoothingReport,
     TensorReport,
@@ -63,10 +63,10 @@ def _last(name: str) -> str:
 def _dots(values: Iterable[Value], names: Sequence[str], of: Callable[[str], str], log: bool) -> str:
     """Only these kinds of names are charted; the tables have the rest."""
     series: dict[str, list[Dot]] = {name: [] for name in names}
-    for name, y, shown in values:
+    for name, y, displayed in values:
         layer = index_of(name)
         if layer is not None and of(name) in series:
-            series[of(name)].append(Dot(layer, y, f"{name}: {shown}"))
+            series[of(name)].append(Dot(layer, y, f"{name}: {displayed}"))
     named = {name.removesuffix("_proj"): row for name, row in series.items() if row}
     return dots(named, "decoder layer", log=log)
 
@@ -97,8 +97,8 @@ def before_and_after(samples: Sequence[GeneratedReport]) -> str:
 def _sample(sample: GeneratedReport) -> str:
     same = _in_common(sample.before, sample.after)
     alike = f"the same for {count(sample.same_tokens, 'token')}" if sample.same_tokens else "different at once"
-    told = "the same" if sample.before == sample.after else alike
-    sides = (_side("In high precision", sample.before, same), _side(f"In FP8: {told}", sample.after, same))
+    message = "the same" if sample.before == sample.after else alike
+    sides = (_side("In high precision", sample.before, same), _side(f"In FP8: {message}", sample.after, same))
     prompt = f'<div class="prompt"><b>Prompt</b><p class="text">{escape(sample.prompt)}</p></div>'
     return f'{prompt}<div class="said">{"".join(sides)}</div>'
 
@@ -145,7 +145,7 @@ def smoothing(report: SmoothingReport | None) -> str:
     )
 
 
-def in_bf16(groups: Sequence[KeptReport], cost: str, costs: Sequence[float | None]) -> str:
+def in_bf16(groups: Sequence[LinearGroup], cost: str, costs: Sequence[float | None]) -> str:
     """The linears that were left as they are, with what their FP8 would cost."""
     rows = [[escape(", ".join(g.names)), size(g.bytes), number(x)] for g, x in zip(groups, costs, strict=True)]
     return section(
@@ -155,10 +155,10 @@ def in_bf16(groups: Sequence[KeptReport], cost: str, costs: Sequence[float | Non
     )
 
 
-def facts(made: Made | None, told: Mapping[str, Any]) -> str:
+def facts(made: Made | None, arguments: Mapping[str, Any]) -> str:
     """How to repeat the run, and its inputs."""
     command = f"<pre>{escape(made.command)}</pre><p>{escape(made.date)}, {escape(made.machine)}</p>" if made else ""
-    text = escape(json.dumps(told, indent=2, ensure_ascii=False))
+    text = escape(json.dumps(arguments, indent=2, ensure_ascii=False))
     folded = details("Recipe, data, versions", f"<pre>{text}</pre>")
     return section("How it was made", "Repeat it with this command.", command, folded)
 
@@ -318,13 +318,13 @@ def batches(layers: Sequence[LayerReport], tensors: Sequence[TensorReport]) -> s
 
 def _histories(tensors: Sequence[TensorReport]) -> dict[str, list[TensorReport]]:
     """By kind, layer by layer."""
-    found: dict[str, list[TensorReport]] = {}
+    results: dict[str, list[TensorReport]] = {}
     for tensor in input_tensors(tensors):
-        found.setdefault(f"Inputs {kind_of(tensor.name.removesuffix('.input'))}", []).append(tensor)
+        results.setdefault(f"Inputs {kind_of(tensor.name.removesuffix('.input'))}", []).append(tensor)
     for ending, title in ((".k", "Keys"), (".v", "Values"), (".grad_output", "Gradients of the output of {}")):
         for tensor in (t for t in tensors if t.name.endswith(ending)):
-            found.setdefault(title.format(tensor.name.split(".")[-2].removesuffix("_proj")), []).append(tensor)
-    return found
+            results.setdefault(title.format(tensor.name.split(".")[-2].removesuffix("_proj")), []).append(tensor)
+    return results
 
 
 def _map(tensors: Sequence[TensorReport]) -> str:
@@ -341,8 +341,8 @@ def _level(amax: float, tensor: TensorReport) -> float | None:
 def _curves(layers: Sequence[LayerReport], tensors: Sequence[TensorReport]) -> str:
     by_input = {place_of(t.name.removesuffix(".input")): t for t in input_tensors(tensors)}
     places = dict.fromkeys(place_of(layer.name) for layer in worst_first(layers))
-    shown = [by_input[place] for place in places if place in by_input][:TROUBLED]
-    drawn = {input_name(t.name.removesuffix(".input")): curve(t.history, "batch", t.limit) for t in shown}
+    displayed = [by_input[place] for place in places if place in by_input][:TROUBLED]
+    drawn = {input_name(t.name.removesuffix(".input")): curve(t.history, "batch", t.limit) for t in displayed}
     title = "<h3>Inputs of the layers that cost most: their largest value in each batch</h3>"
     return title + figures(drawn, "small") if any(drawn.values()) else ""
 
@@ -351,8 +351,8 @@ def largest(tensors: Sequence[TensorReport]) -> str:
     """Amaxes over the depth of the model."""
     drawn = {}
     for role, title in (("input", "input"), ("weight", "weight"), ("grad_output", "gradient of an output")):
-        found = [t for t in tensors if t.name.endswith(f".{role}") and t.amax > 0]
-        values = [(t.name.removesuffix(f".{role}"), t.amax, f"amax {number(t.amax)}") for t in found]
+        results = [t for t in tensors if t.name.endswith(f".{role}") and t.amax > 0]
+        values = [(t.name.removesuffix(f".{role}"), t.amax, f"amax {number(t.amax)}") for t in results]
         drawn[f"Largest absolute {title}"] = by_projection(values, log=True)
     cached = [t for t in tensors if t.name.endswith((".k", ".v")) and t.amax > 0]
     values = [(t.name, t.amax, f"amax {number(t.amax)}") for t in cached]

@@ -10,8 +10,8 @@ from fp8serve.calibration.result import (
     CalibrationReport,
     DataReport,
     EvalReport,
-    KeptReport,
     LayerReport,
+    LinearGroup,
     Quality,
     uneven_first,
     worst_first,
@@ -49,8 +49,8 @@ def size(count: float) -> str:
 
 def short(name: str) -> str:
     """model.layers.3.mlp.down_proj.input -> layer 3 down_proj input."""
-    found = LONG_NAME.fullmatch(name)
-    return " ".join(("layer", *filter(None, found.groups()))) if found else name
+    match = LONG_NAME.fullmatch(name)
+    return " ".join(("layer", *filter(None, match.groups()))) if match else name
 
 
 def count(number: int, what: str) -> str:
@@ -86,14 +86,14 @@ def counts(samples: int, documents: int) -> str:
 
 def outlier_of(layer: LayerReport) -> str:
     """The channel of its input that is farthest from the others; empty where none is known."""
-    if (found := layer.outlier) is None:
+    if (result := layer.outlier) is None:
         return ""
-    return f"channel {found.channel}: {found.size:,.4g} times, its weights {found.weights:.3g} times"
+    return f"channel {result.channel}: {result.size:,.4g} times, its weights {result.weights:.3g} times"
 
 
-def kept_bytes(report: CalibrationReport) -> str:
+def bytes_in_bf16(report: CalibrationReport) -> str:
     """The size of the linears that stay in BF16."""
-    return f"{size(sum(kept.bytes for kept in report.kept))} more than in FP8"
+    return f"{size(sum(retained.bytes for retained in report.kept))} more than in FP8"
 
 
 def verdict(report: CalibrationReport) -> str:
@@ -130,17 +130,19 @@ def summary_table(report: CalibrationReport, worst: int = 5) -> Table:
     for uneven in uneven_first(report.layers)[:1]:
         table.add_row("most uneven input", f"{uneven.name}, {outlier_of(uneven)} the median")
     if report.kept:
-        table.add_row("stays in BF16", f"{sum(len(k.names) for k in report.kept)} linear layers, {kept_bytes(report)}")
+        table.add_row(
+            "stays in BF16", f"{sum(len(k.names) for k in report.kept)} linear layers, {bytes_in_bf16(report)}"
+        )
     table.add_row("time", f"{report.seconds.get('total', 0):.1f} s on {report.device}", end_section=True)
     for layer in report.worst_layers[:worst]:
         table.add_row(layer.name, f"SQNR {decibels(layer.sqnr_db)}{cost(layer, quality)}")
-    for kept in report.kept:
-        table.add_row(" ".join(kept.names), f"stays in BF16{_kept_cost(kept)}")
+    for retained in report.kept:
+        table.add_row(" ".join(retained.names), f"stays in BF16{_group_cost(retained)}")
     table.add_row("written to", report.out)
     return table
 
 
-def _kept_cost(kept: KeptReport) -> str:
+def _group_cost(kept: LinearGroup) -> str:
     return f", {size(kept.bytes)}" + ("" if kept.kl is None else f" (FP8: KL {kept.kl:.2g} nats)")
 
 
@@ -171,9 +173,9 @@ def embedding_table(report: EmbeddingReport, worst: int = 5) -> Table:
         table.add_row("", advice)
     for layer in worst_first(report.layers)[:worst]:
         table.add_row(layer.name, f"SQNR {decibels(layer.sqnr_db)}")
-    for kept in report.kept:
-        alone = "" if kept.cosine is None else f" (cosine with FP8 here alone: {kept.cosine:.5f})"
-        table.add_row(" ".join(kept.names), f"stays in BF16, {size(kept.bytes)}{alone}")
+    for retained in report.kept:
+        alone = "" if retained.cosine is None else f" (cosine with FP8 here alone: {retained.cosine:.5f})"
+        table.add_row(" ".join(retained.names), f"stays in BF16, {size(retained.bytes)}{alone}")
     table.add_row("written to", report.out)
     return table
 
@@ -195,18 +197,18 @@ def encoder_eval_table(report: EncoderEvalReport, worst: int = 5) -> Table:
 
 def evaluation_figures(report: EncoderEvalReport) -> dict[str, str]:
     """The results, one line per figure."""
-    found: dict[str, str] = {}
+    results: dict[str, str] = {}
     if (close := report.closeness) is not None:
-        found["cosine to BF16"] = (
+        results["cosine to BF16"] = (
             f"{close.median:.5f} median, {close.fifth:.5f} 5th percentile, {close.least:.5f} least"
         )
     if (scores := report.scores) is not None:
-        found["scores moved by"] = f"{scores.mean:.5f} in the mean, {scores.largest:.5f} at most"
+        results["scores moved by"] = f"{scores.mean:.5f} in the mean, {scores.largest:.5f} at most"
         if scores.same_label is not None:
-            found["same label"] = f"{percent(scores.same_label)} of {scores.texts} texts"
+            results["same label"] = f"{percent(scores.same_label)} of {scores.texts} texts"
     if (ranking := report.ranking) is not None:
         before = "" if ranking.reference_found is None else f", {percent(ranking.reference_found)} in BF16"
-        found["other half found first"] = f"{percent(ranking.found)} of {ranking.queries} texts{before}"
+        results["other half found first"] = f"{percent(ranking.found)} of {ranking.queries} texts{before}"
         if ranking.same_first is not None:
-            found["same first, same ten"] = f"{percent(ranking.same_first)}, {percent(ranking.same_top)}"
-    return found
+            results["same first, same ten"] = f"{percent(ranking.same_first)}, {percent(ranking.same_top)}"
+    return results

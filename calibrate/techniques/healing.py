@@ -82,9 +82,9 @@ def heal(
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         for name, state in observer.kv.items():
-            state.scale.copy_(scale_of(observer.seen[name].amax, name, observer.asked))
+            state.scale.copy_(scale_of(observer.seen[name].amax, name, observer.target))
         for state in (states := observer.states()).values():
-            state.resize(observer.asked.amax_history_len)
+            state.resize(observer.target.amax_history_len)
         freeze = freezer(recipe, states)
         return {name: freeze(name, linear) for name, linear in linears.items()}, losses
 
@@ -134,9 +134,9 @@ def _backward(decoder: Model, hidden: Tensor, reference: Model, batch: Batch) ->
     leaf, total = hidden.detach().requires_grad_(), 0.0
     for rows in torch.split(scored, LOGIT_ROWS):
         with torch.no_grad():
-            wanted = log_softmax(reference.logits(exact[rows]), dim=-1)
+            expected = log_softmax(reference.logits(exact[rows]), dim=-1)
         got = log_softmax(decoder.logits(leaf[rows]), dim=-1)
-        loss = (wanted.exp() * (wanted - got)).sum() / len(scored)
+        loss = (expected.exp() * (expected - got)).sum() / len(scored)
         loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
     if leaf.grad is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fp8serve.calibration.options import CalibrationOptions
-from fp8serve.calibration.result import KeptReport, Quality
+from fp8serve.calibration.result import LinearGroup, Quality
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.linear import Linear
 from fp8serve.model.formats.targets import matches
@@ -51,11 +51,11 @@ def choices(linears: Iterable[str]) -> list[Names]:
 
 def _together(linears: Iterable[str], key: Callable[[str, str], str]) -> list[Names]:
     """Groups, in the order of their first members."""
-    found: dict[str, list[str]] = {}
+    results: dict[str, list[str]] = {}
     for name in linears:
         owner, _, leaf = name.rpartition(".")
-        found.setdefault(key(owner, leaf), []).append(name)
-    return [tuple(names) for names in found.values()]
+        results.setdefault(key(owner, leaf), []).append(name)
+    return [tuple(names) for names in results.values()]
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ class Target:
     ppl_increase: float | None = None  # percent
 
     @classmethod
-    def of(cls, asked: CalibrationOptions) -> "Target | None":
+    def of(cls, settings: CalibrationOptions) -> "Target | None":
         """What the options ask for."""
-        found = cls(asked.target_kl, asked.max_ppl_increase)
-        return None if found == cls() else found
+        result = cls(settings.target_kl, settings.max_ppl_increase)
+        return None if result == cls() else result
 
     def is_met(self, quality: Quality) -> bool:
         """Whether a measured quality is good enough."""
@@ -79,13 +79,13 @@ class Target:
         return self.ppl_increase is None or quality.perplexity <= before * (1 + self.ppl_increase / 100)
 
 
-def ordered(linears: Mapping[str, Linear], shares: Mapping[str, float]) -> list[KeptReport]:
+def ordered(linears: Mapping[str, Linear], shares: Mapping[str, float]) -> list[LinearGroup]:
     """The groups of `linears`, starting with those whose FP8 adds most KL divergence per byte saved."""
-    found = [
-        KeptReport(names, sum(saved(linears[n]) for n in names), sum(shares.get(n, 0.0) for n in names))
+    results = [
+        LinearGroup(names, sum(saved(linears[n]) for n in names), sum(shares.get(n, 0.0) for n in names))
         for names in choices(linears)
     ]
-    return sorted(found, key=lambda group: -(group.kl or 0.0) / group.bytes)
+    return sorted(results, key=lambda group: -(group.kl or 0.0) / group.bytes)
 
 
 def saved(linear: nn.Module) -> int:
@@ -93,10 +93,10 @@ def saved(linear: nn.Module) -> int:
     return int(linear.get_parameter("weight").numel())
 
 
-def kept_reports(decoder: nn.Module, names: Sequence[str]) -> tuple[KeptReport, ...]:
+def groups_of(decoder: nn.Module, names: Sequence[str]) -> tuple[LinearGroup, ...]:
     """The record of linears that the user named, whose cost is not measured."""
-    found = ((group, sum(saved(decoder.get_submodule(n)) for n in group)) for group in choices(names))
-    return tuple(KeptReport(group, saved, None) for group, saved in found)
+    result = ((group, sum(saved(decoder.get_submodule(n)) for n in group)) for group in choices(names))
+    return tuple(LinearGroup(group, saved, None) for group, saved in result)
 
 
 def restore(decoder: nn.Module, names: Iterable[str]) -> None:
@@ -108,7 +108,7 @@ def restore(decoder: nn.Module, names: Iterable[str]) -> None:
         decoder.set_submodule(name, plain)
 
 
-def fewest(candidates: Sequence[KeptReport], enough: Callable[[Sequence[KeptReport]], bool]) -> int:
+def fewest(candidates: Sequence[LinearGroup], enough: Callable[[Sequence[LinearGroup]], bool]) -> int:
     """How many of the first `candidates` have to stay in high precision.
 
     enough: whether the target is met with these candidates in high precision; with all of them every target is.

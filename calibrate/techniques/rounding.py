@@ -58,9 +58,9 @@ def compensated(weight: Tensor, products: Tensor, scale_inv: Tensor, damping: fl
         end = min(start + COLUMNS, left.shape[1])
         errors = _round(left, scale, factors, rounded, start, end)
         left[:, end:] -= (errors @ factors[start:end, end:]) * scale[:, end:]
-    found = torch.empty_like(rounded)
-    found[:, order] = rounded
-    return found.to(E4M3)
+    result = torch.empty_like(rounded)
+    result[:, order] = rounded
+    return result.to(E4M3)
 
 
 def _factors(products: Tensor, damping: float) -> Tensor:
@@ -101,7 +101,7 @@ def round_weights(
 
     once: stores the rounded weights of a layer, or returns those of an earlier run.
     """
-    freeze, found = freezer(recipe, states), dict[str, FrozenLinear]()
+    freeze, result = freezer(recipe, states), dict[str, FrozenLinear]()
     running = streams(decoder, ranks.own(batches))
     for index in layers(decoder, "round", stages):
         frozen = {name: freeze(name, linear) for name, linear in within(decoder, index, linears).items()}
@@ -114,8 +114,8 @@ def round_weights(
             for stream in running:
                 stream.advance(index)
         release_weights(frozen)
-        found |= frozen
-    return found
+        result |= frozen
+    return result
 
 
 def _rounded_layer(

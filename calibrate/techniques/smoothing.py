@@ -79,8 +79,8 @@ class Pair:
 
 def pairs(config: ModelConfig, index: int, linears: Collection[str]) -> list[Pair]:
     """The pairs of a layer whose channels some of `linears` read, by full names."""
-    found = [*_behind_norms(config, index), *_behind_linears(config, index)]
-    return [pair for pair in found if any(name in linears for name in pair.after)]
+    results = [*_behind_norms(config, index), *_behind_linears(config, index)]
+    return [pair for pair in results if any(name in linears for name in pair.after)]
 
 
 def _behind_norms(config: ModelConfig, index: int) -> list[Pair]:
@@ -123,8 +123,8 @@ def factors(inputs: Tensor, columns: Tensor, alpha: float) -> Tensor:
 
 def columns(pair: Pair, weights: Weights) -> Tensor:
     """The largest magnitude of the weights that read each channel of `after`'s inputs, [K]."""
-    found = [weights[f"{name}.weight"].abs().amax(0).float() for name in pair.after]
-    return torch.stack(found).amax(0)
+    results = [weights[f"{name}.weight"].abs().amax(0).float() for name in pair.after]
+    return torch.stack(results).amax(0)
 
 
 def folded(pair: Pair, weights: Weights, by: Tensor) -> dict[str, Tensor] | None:
@@ -170,15 +170,15 @@ def smooth(
     stores the changed parameters of a layer, or returns those of an earlier run.
     """
     running, tried = streams(decoder, ranks.own(batches)), streams(decoder, _chosen(batches))
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for index in layers(decoder, "smooth", stages):
         layer = Layer(decoder, within(decoder, index, linears), index, recipe)
-        kept = once(f"smooth-{index:05}", partial(_smoothed_layer, layer, running, tried, alpha, ranks))
+        retained = once(f"smooth-{index:05}", partial(_smoothed_layer, layer, running, tried, alpha, ranks))
         for stream in (*running, *tried):
             stream.advance(index)
-        put(decoder, {name: tensor for name, tensor in kept.items() if not name.endswith(FACTORS)})
-        found |= kept
-    return found
+        put(decoder, {name: tensor for name, tensor in retained.items() if not name.endswith(FACTORS)})
+        results |= retained
+    return results
 
 
 def _chosen(batches: Sequence[Batch]) -> list[Batch]:
@@ -223,11 +223,11 @@ class Layer:
         return float(torch.cat(errors).mean())
 
     def _freeze(self, name: str, amax: float) -> FrozenLinear:
-        linear, asked = self.linears[name], delayed(self.recipe)
-        if asked is None:
+        linear, settings = self.linears[name], delayed(self.recipe)
+        if settings is None:
             return FrozenLinear.from_linear(linear, self.recipe)
-        of_input = scale_of(amax, f"{name}.input", asked)
-        of_weight = scale_of(float(linear.weight.abs().max()), f"{name}.weight", asked)
+        of_input = scale_of(amax, f"{name}.input", settings)
+        of_weight = scale_of(float(linear.weight.abs().max()), f"{name}.weight", settings)
         return FrozenLinear.from_linear(linear, self.recipe, of_input, of_weight)
 
 
@@ -240,7 +240,7 @@ def _smoothed_layer(
     layer: Layer, running: Sequence[Stream], tried: Sequence[Stream], alpha: float, ranks: Ranks
 ) -> dict[str, Tensor]:
     """The parameters of a layer that change, and the factors."""
-    channels, changed, kept = layer.channels(running, ranks), dict[str, Tensor](), dict[str, Tensor]()
+    channels, changed, retained = layer.channels(running, ranks), dict[str, Tensor](), dict[str, Tensor]()
     if not all(0 < float(x.max()) < float("inf") for x in channels.values()):
         return changed  # it cannot be calibrated, and observing will report why
     exact = [stream.run(layer.index) for stream in tried]
@@ -253,8 +253,8 @@ def _smoothed_layer(
         smaller = channels | {name: channels[name] / pair.spread(by) for name in read}
         error = layer.error(changed | trial, smaller, tried, exact)
         if error < HELPS * least:
-            least, changed, channels, kept = error, changed | trial, smaller, kept | {pair.before + FACTORS: by}
-    return changed | kept
+            least, changed, channels, retained = error, changed | trial, smaller, retained | {pair.before + FACTORS: by}
+    return changed | retained
 
 
 def put(decoder: Model, weights: Weights) -> None:

@@ -221,11 +221,11 @@ def compare(
         for name, dtype in _asked(x, chosen):
             expected = PROBES[name](reference, x, dtype)
             for level in at:
-                found = _run(PROBES[name], kernels or torch.ops.fp8serve, x, dtype, level, device)
+                result = _run(PROBES[name], kernels or torch.ops.fp8serve, x, dtype, level, device)
                 if device != "cpu" and x.dtype == torch.float16:
-                    expected, found = _of_one_nan(expected), _of_one_nan(found)
+                    expected, result = _of_one_nan(expected), _of_one_nan(result)
                 fresh = Finding(name, level, _name(x.dtype), _name(dtype))
-                findings.setdefault((name, level, dtype), fresh).see(x, differing(found, expected))
+                findings.setdefault((name, level, dtype), fresh).see(x, differing(result, expected))
         done += x.numel()
         tell(_name(x.dtype), done, total)
     return list(findings.values())

@@ -80,15 +80,15 @@ class EngineLM(TemplateLM):  # type: ignore[misc,unused-ignore]
         texts = [[*context, *continuation][-self.longest :] for context, continuation in pairs]
         done = self.engine.generate(texts, max_new_tokens=1, temperature=0.0, prompt_logprobs=1) if texts else []
         scored = [
-            (completion.prompt_logprobs or [], len(asked)) for completion, (_, asked) in zip(done, pairs, strict=True)
+            (completion.prompt_logprobs or [], len(tokens)) for completion, (_, tokens) in zip(done, pairs, strict=True)
         ]
-        return [_sum(found[max(0, len(found) - count) :]) for found, count in scored]
+        return [_sum(result[max(0, len(result) - count) :]) for result, count in scored]
 
-    def _answer(self, context: str, told: dict[str, Any]) -> str:
-        stop = told.get("until") or ()
+    def _answer(self, context: str, arguments: dict[str, Any]) -> str:
+        stop = arguments.get("until") or ()
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        new = int(told.get("max_gen_toks", LONGEST_ANSWER))
-        temperature = float(told.get("temperature", 0.0)) if told.get("do_sample") else 0.0
+        new = int(arguments.get("max_gen_toks", LONGEST_ANSWER))
+        temperature = float(arguments.get("temperature", 0.0)) if arguments.get("do_sample") else 0.0
         prompt = self.tok_encode(context)[-(self.longest - new) :]
         (done,) = self.engine.generate([prompt], max_new_tokens=new, temperature=temperature, stop=stop)
         return done.text
@@ -99,9 +99,9 @@ def _sum(tokens: Sequence[TokenLogprob]) -> tuple[float, bool]:
     return math.fsum(item.logprob for item in tokens), all(item.top[0][0] == item.token_id for item in tokens)
 
 
-def _device(asked: str | None) -> str:
+def _device(request: str | None) -> str:
     """lm-eval asks for cuda:0 when no device is named, even without a GPU."""
-    return asked if asked and torch.cuda.is_available() else "cpu"
+    return request if request and torch.cuda.is_available() else "cpu"
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def measured(title: str, measure: Callable[[Tell], Mapping[str, Any]]) -> Mappin
 
 def publish(name: str, figures: Mapping[str, Any], out: Path | None, chart: Chart = no_charts) -> dict[str, Any]:
     """The figures with their origin; written to `out`/`name`.json, with the charts beside it."""
-    from fp8serve.bench.provenance import provenance
+    from fp8serve.bench.figures import provenance
 
     module = sys.modules["__main__"].__spec__  # None: started as a script
     program = f"python -m {module.parent}" if module else "fp8serve"
@@ -69,7 +69,7 @@ def publish(name: str, figures: Mapping[str, Any], out: Path | None, chart: Char
 
 def show(result: Mapping[str, Any], as_json: bool, print_tables: Print) -> None:
     """The result as JSON, or as one line on its origin and tables."""
-    from fp8serve.bench.provenance import one_line
+    from fp8serve.bench.figures import one_line
 
     if as_json:
         print_json(result)
@@ -123,7 +123,7 @@ def ops(
     """
     from fp8serve.bench.ops import measure
 
-    figures = measured("Ops", lambda tell: measure(seconds, tell, only, goals))
+    figures = measured("Ops", lambda report: measure(seconds, report, only, goals))
     show(publish("ops", figures, out), json, _print_ops)
 
 
@@ -155,18 +155,18 @@ def engine(model: Model, options: Chosen[EngineLoad], out: Out = None, json: AsJ
     from fp8serve.hub import find_model
 
     directory, load = find_model(model), options()
-    from fp8serve.bench.engine import measure
+    from fp8serve.bench.engine import measure_engine
 
-    figures = measured("Engine", lambda tell: measure(directory, tell, **vars(load)))
+    figures = measured("Engine", lambda report: measure_engine(directory, report, **vars(load)))
     show(publish("engine", figures, out), json, _print_engine)
 
 
 def _print_engine(result: Mapping[str, Any]) -> None:
-    prefill, made = result["prefill"], result["model"]
+    prefill, model = result["prefill"], result["model"]
     print(
-        f"{made['model']}: loaded in {result['load_seconds']:.2f} s, first token after "
+        f"{model['model']}: loaded in {result['load_seconds']:.2f} s, first token after "
         f"{result['first_token_seconds']:.2f} s, weights packed in {result['packing_seconds']:.2f} s more; "
-        f"{made['weight_bytes'] / 1e6:.0f} MB of weights, at most {result['peak_resident_mb']:.0f} MB resident"
+        f"{model['weight_bytes'] / 1e6:.0f} MB of weights, at most {result['peak_resident_mb']:.0f} MB resident"
     )
     print(f"prefill of {prefill['tokens']}: {prefill['tokens_per_second']:.0f} tokens/s, {prefill['ms']:.1f} ms\n")
     rows = [
@@ -221,9 +221,9 @@ def serve(
 
         figures = measured(
             "Serve",
-            lambda tell: {
+            lambda report: {
                 "load": asdict(load),
-                **measure(url, load, tell, key=key, model=served, tokenizer=tokenizer or directory),
+                **measure(url, load, report, key=key, model=served, tokenizer=tokenizer or directory),
             },
         )
     show(publish("serve", figures, out), json, _print_serve)
@@ -278,25 +278,25 @@ def speculation(model: Model, options: Chosen[SpeculationLoad], out: Out = None,
     from fp8serve.hub import draft_found, find_model
 
     directory, load = find_model(model), options()
-    from fp8serve.bench.speculation import measure
+    from fp8serve.bench.engine import measure_speculation
 
     chosen = draft_found(vars(load))
-    figures = measured("Speculation", lambda tell: measure(directory, tell, **chosen))
+    figures = measured("Speculation", lambda report: measure_speculation(directory, report, **chosen))
     show(publish("speculation", figures, out), json, _print_speculation)
 
 
 def _print_speculation(result: Mapping[str, Any]) -> None:
     rows = [
         (
-            found["text"],
-            f"{found['plain_tokens_per_second']:.1f}",
-            f"{found['speculative_tokens_per_second']:.1f}",
-            f"{found['times_plain']:.2f}",
-            f"{found['accepted']} of {found['drafted']}",
-            found["steps"],
-            "yes" if found["same_answer"] else "NO",
+            outcome["text"],
+            f"{outcome['plain_tokens_per_second']:.1f}",
+            f"{outcome['speculative_tokens_per_second']:.1f}",
+            f"{outcome['times_plain']:.2f}",
+            f"{outcome['accepted']} of {outcome['drafted']}",
+            outcome["steps"],
+            "yes" if outcome["same_answer"] else "NO",
         )
-        for found in result["texts"]
+        for outcome in result["texts"]
     ]
     print_table(("text", "plain tokens/s", "drafts tokens/s", "times", "accepted", "steps", "same answer"), rows)
 
@@ -317,10 +317,10 @@ def step(
       fp8serve bench step
       fp8serve bench step --recipe delayed --recipe block --rows 8
     """
-    made, asked = replace(Shape.of(**shape.values), vocab_size=vocab_size), vars(options())
-    from fp8serve.bench.training_step import measure
+    decoder, settings = replace(Shape.of(**shape.values), vocab_size=vocab_size), vars(options())
+    from fp8serve.bench.training import measure_steps
 
-    figures = measured("Training step", lambda tell: measure(tell, shape=made, **asked))
+    figures = measured("Training step", lambda report: measure_steps(report, shape=decoder, **settings))
     show(publish("step", figures, out), json, _print_step)
 
 
@@ -344,10 +344,10 @@ def monitor(shape: Chosen[Shape], options: Chosen[MonitorOptions], out: Out = No
       fp8serve bench monitor
       fp8serve bench monitor --rounds 30 --out figures
     """
-    made, asked = Shape.of(**shape.values), vars(options())
-    from fp8serve.bench.monitor import measure
+    decoder, settings = Shape.of(**shape.values), vars(options())
+    from fp8serve.bench.training import measure_monitor
 
-    figures = measured("Monitor", lambda tell: measure(tell, shape=made, **asked))
+    figures = measured("Monitor", lambda report: measure_monitor(report, shape=decoder, **settings))
     show(publish("monitor", figures, out), json, _print_monitor)
 
 
@@ -388,10 +388,10 @@ def casts(
     """
     from fp8serve.bench.casts import study
 
-    asked: dict[str, Any] = {"exhaustive": all_values, "chosen": tuple(op or ()), "device": device}
-    result = publish("casts", measured("Comparing", lambda tell: study(tell, **asked)), out)
+    request: dict[str, Any] = {"exhaustive": all_values, "chosen": tuple(op or ()), "device": device}
+    result = publish("casts", measured("Comparing", lambda report: study(report, **request)), out)
     show(result, json, _print_casts)
-    if any(found["differing"] for found in result["findings"]):
+    if any(outcome["differing"] for outcome in result["findings"]):
         raise typer.Exit(1)
 
 

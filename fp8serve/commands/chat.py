@@ -61,14 +61,14 @@ def command(
         raise typer.BadParameter("--by-line is for standard input that is no terminal")
     questions = [] if talking else _questions(by_line)
     sampling = asked()
-    with _model(model, server, served, api_key_file, engine, adapter, talking) as found:
+    with _model(model, server, served, api_key_file, engine, adapter, talking) as conversation:
         if talking:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401 - input() edits lines with it, and remembers them
 
-            Session(found, sampling, system).run()
+            Session(conversation, sampling, system).run()
         else:
-            answer_lines(found, sampling, system, questions)
+            answer_lines(conversation, sampling, system, questions)
 
 
 @contextlib.contextmanager
@@ -94,7 +94,7 @@ def _model(
 
 def _questions(by_line: bool) -> list[str]:
     text = sys.stdin.buffer.read().decode(errors="replace")
-    found = [line.strip() for line in (text.splitlines() if by_line else [text])]
-    if not any(found):
+    results = [line.strip() for line in (text.splitlines() if by_line else [text])]
+    if not any(results):
         raise RequestError("There is no question on standard input.")
-    return [question for question in found if question]
+    return [question for question in results if question]

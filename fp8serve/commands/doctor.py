@@ -85,10 +85,10 @@ def _print(report: dict[str, Any]) -> None:
     print()
     print_table(("recipe", "runs", "why"), [(name, r["runs"], r["why"]) for name, r in report["recipes"].items()])
     bad = [
-        (check["device"], name, found)
+        (check["device"], name, state)
         for check in report["kernel_checks"]
-        for name, found in check["kernels"].items()
-        if found != "agrees"
+        for name, state in check["kernels"].items()
+        if state != "agrees"
     ]
     if bad:
         print()
@@ -102,7 +102,7 @@ def _print(report: dict[str, Any]) -> None:
 def _outcome(check: dict[str, Any]) -> str:
     if check["date"] is None:
         return "kernels not checked here yet (--check does it)"
-    agree = sum(found == "agrees" for found in check["kernels"].values())
+    agree = sum(state == "agrees" for state in check["kernels"].values())
     return f"{agree} of {len(check['kernels'])} kernels agree with the reference, {check['date'][:10]}"
 
 

@@ -28,14 +28,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fp8serve.commands import dry_runs, job_series
+from fp8serve.commands import jobs
 from fp8serve.commands.from_options import Chosen, with_options
 from fp8serve.errors import Fp8ServeError, GroupError, JobError
 from fp8serve.terminal import Advance, AsJson, Model, print_json, progress, remark
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.event_log import EVENTS, logged
-from fp8serve.train.events import Event
-from fp8serve.train.series import of_run
+from fp8serve.train.events import EVENTS, Event, logged, series_of_run
 
 if TYPE_CHECKING:
     from fp8serve.ranks import Ranks
@@ -118,8 +116,8 @@ def _dry_run(config: TrainConfig, procs: int, json: bool) -> None:
     from fp8serve.train.validate import validate
 
     report = validate(config, procs)
-    found = vars(report) | {"data": vars(report.data)}
-    print_json(found) if json else dry_runs.show(found)
+    result = vars(report) | {"data": vars(report.data)}
+    print_json(result) if json else jobs.show_dry_run(result)
     if not report.ok:
         raise typer.Exit(1)
 
@@ -142,7 +140,7 @@ def _summary(result: Any, out: Path) -> None:
             f"{result.step} steps, {result.trained_tokens} tokens in {result.seconds:.1f} s; "
             f"last loss {'not finite' if loss is None else f'{loss:.4f}'}; model in {result.model}"
         )
-    job_series.show_chart(of_run(out))
+    jobs.show_chart(series_of_run(out))
 
 
 @contextmanager

@@ -44,9 +44,9 @@ def with_options(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..
         kinds = {name: get_args(hint)[0] for name, hint in hints.items() if get_origin(hint) is Chosen}
 
         @wraps(command)
-        def run(**given: Any) -> None:
-            chosen = {name: Chosen(kind, _taken(kind, given)) for name, kind in kinds.items()}
-            command(**given, **chosen)
+        def run(**source: Any) -> None:
+            chosen = {name: Chosen(kind, _taken(kind, source)) for name, kind in kinds.items()}
+            command(**source, **chosen)
 
         run.__signature__ = inspect.Signature(_parameters(command, kinds, defaults))  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in run.__signature__.parameters.values()}  # type: ignore[attr-defined]
@@ -59,13 +59,13 @@ def _parameters(
     command: Callable[..., None], kinds: Mapping[str, type], defaults: Mapping[str, Any]
 ) -> list[inspect.Parameter]:
     """The parameters of `command`, with the options in place of each `Chosen`; typer needs keyword-only ones."""
-    found: list[inspect.Parameter] = []
+    results: list[inspect.Parameter] = []
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         if parameter.name in kinds:
-            found += [_parameter(o, defaults.get(o.name, o.default)) for o in shown_options(kinds[parameter.name])]
+            results += [_parameter(o, defaults.get(o.name, o.default)) for o in shown_options(kinds[parameter.name])]
         else:
-            found.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-    return found
+            results.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    return results
 
 
 def shown_options(kind: type) -> list[Option]:
@@ -82,10 +82,10 @@ def _parameter(option: Option, default: Any) -> inspect.Parameter:
         metavar=option.about.metavar,
         **_range(option, plain),
     )
-    kept = inspect.Parameter.empty if default is MISSING else None if several else default
+    retained = inspect.Parameter.empty if default is MISSING else None if several else default
     kind = (list[plain] if default is MISSING else list[plain] | None) if several else plain  # type: ignore[valid-type]
     return inspect.Parameter(
-        option.name, inspect.Parameter.KEYWORD_ONLY, default=kept, annotation=Annotated[kind, described]
+        option.name, inspect.Parameter.KEYWORD_ONLY, default=retained, annotation=Annotated[kind, described]
     )
 
 
@@ -124,9 +124,9 @@ def _range(option: Option, plain: Any) -> dict[str, Any]:
     return {name: value for name, value in bounds.items() if value is not None and abs(value) < MOST_SHOWN}
 
 
-def _taken(kind: type, given: dict[str, Any]) -> dict[str, Any]:
-    """Moves the options of `kind` out of `given`; omitted ones are left to the dataclass."""
-    values = [(option, given.pop(option.name)) for option in shown_options(kind)]
+def _taken(kind: type, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Moves the options of `kind` out of `arguments`; omitted ones are left to the dataclass."""
+    values = [(option, arguments.pop(option.name)) for option in shown_options(kind)]
     return {o.name: _value(o, value) for o, value in values if value is not None and value != []}
 
 
@@ -136,10 +136,10 @@ def _value(option: Option, value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def pairs(flag: str, given: Sequence[str], such_as: str = "margin=1") -> dict[str, Any]:
+def pairs(flag: str, arguments: Sequence[str], such_as: str = "margin=1") -> dict[str, Any]:
     """{"margin": 1} of ["margin=1"]; a value that is not JSON is a string. Raises RecipeError for one without "="."""
     options = {}
-    for text in given:
+    for text in arguments:
         name, equals, value = text.partition("=")
         if not equals:
             raise RecipeError(f"{flag} wants NAME=VALUE, such as {such_as}, found {text!r}.")

@@ -47,27 +47,27 @@ def command(
     if server is not None:
         local = "adapter", *(o.name for o in shown_options(EngineOptions))
         refuse_given(context, local, "is for a MODEL that is loaded here")
-        asked = ([] if model is None else [model]) + (prompts or [])
+        texts = ([] if model is None else [model]) + (prompts or [])
         chosen = given(context, (o.name for o in shown_options(SamplingParams)))
-        wanted = {name: sampling.values[name] for name in {*chosen, "max_new_tokens", "temperature"}}
+        values = {name: sampling.values[name] for name in {*chosen, "max_new_tokens", "temperature"}}
         sampling()  # its errors are reported here
-        _show(_by_server(server, api_key_file, served, asked or [_from_stdin()], wanted), json)
+        _show(_by_server(server, api_key_file, served, texts or [_from_stdin()], values), json)
         return
     refuse_given(context, ("served", "api_key_file"), "is for --server")
     if model is None:
         raise typer.BadParameter("give a MODEL to load, or the --server to ask")
     from fp8serve.hub import draft_found, find_model
 
-    directory, asked = find_model(model), prompts or [_from_stdin()]
+    directory, texts = find_model(model), prompts or [_from_stdin()]
     from fp8serve.engine.engine import Engine
 
     running = Engine(directory, **draft_found(engine.values))
     name = None if adapter is None else running.load_adapter(adapter.name, adapter)["name"]
-    done = running.generate(asked, adapter=name, **sampling.values)
+    done = running.generate(texts, adapter=name, **sampling.values)
     running.save_prefixes()
     if running.options.drafted_tokens:
         print(_drafts(running.stats()), file=sys.stderr)
-    _show([_as_dict(prompt, completion) for prompt, completion in zip(asked, done, strict=True)], json)
+    _show([_as_dict(prompt, completion) for prompt, completion in zip(texts, done, strict=True)], json)
 
 
 def _by_server(

@@ -9,23 +9,28 @@ Examples:
   fp8serve models activate JOB
 """
 
+import sys
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import field, make_dataclass
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from fp8serve.charts import text_chart
 from fp8serve.client import jobs as client
 from fp8serve.client.api import Api, member
-from fp8serve.commands import dry_runs, job_series
 from fp8serve.commands.connecting import URL, KeyFile, Server, connected, given
 from fp8serve.commands.from_options import Chosen, with_options
+from fp8serve.errors import MachineError
 from fp8serve.model.text.data_files import DATA, local_file
 from fp8serve.options import options_of
 from fp8serve.server.schemas.wire_names import NOT_ON_THE_WIRE, WIRE_NAMES
 from fp8serve.terminal import AsJson, print_json, print_table, printable, progress, remark
 from fp8serve.train.config import TrainConfig
+from fp8serve.train.events import FIRST_COLUMNS, Metrics, Points, as_csv, curves_of, series_of_run
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=__doc__)
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, as list shows it.")]
@@ -34,6 +39,9 @@ JobOptions: Any = make_dataclass(
     "JobOptions", [(o.name, o.kind, field(default_factory=partial(copy, o.default))) for o in JOB_OPTIONS]
 )
 """The options of training that a server's clients may set; the server checks them."""
+Run = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, as list shows it, or the directory of a run.")]
+WIDEST = 100  # characters of a chart
+LEARNT = ("»", "«")
 
 
 @app.command("list")
@@ -51,11 +59,11 @@ def list_jobs(
       fp8serve jobs list --limit 100 --json
     """
     with connected(server, api_key_file) as api:
-        found = client.jobs(api, most)
+        result = client.jobs(api, most)
     if json:
-        print_json(found)
+        print_json(result)
     else:
-        print_table(("job", "status", "step", "loss", "model"), [_row(job) for job in found])
+        print_table(("job", "status", "step", "loss", "model"), [_row(job) for job in result])
 
 
 @app.command()
@@ -178,13 +186,6 @@ def delete(job: JobId, server: Server = URL, api_key_file: KeyFile = None, json:
         print(f"{printable(member(answer, 'id', 'job'))} is deleted.")
 
 
-for command in (job_series.metrics, job_series.plot):
-    app.command()(command)
-
-
-# -- what is shown -----------------------------------------------------------------------------------------------------
-
-
 def _watch(api: Api, job_id: str, json: bool) -> None:
     """Events on standard error, the job as it ended on standard output. Exit status 1 unless it succeeded."""
     with progress("Training") as advance:
@@ -202,7 +203,7 @@ def _watch(api: Api, job_id: str, json: bool) -> None:
             raise
     _print(client.one_job(api.get(client.place(job_id))), json)
     if not json:
-        job_series.show_chart(list(client.series(api, job_id)))
+        show_chart(list(client.series(api, job_id)))
     if status != "succeeded":
         raise typer.Exit(1)
 
@@ -212,7 +213,7 @@ def _print_dry_run(report: Any, json: bool) -> None:
     if json:
         print_json(report)
     else:
-        dry_runs.show(report)
+        show_dry_run(report)
     if not report["ok"]:
         raise typer.Exit(1)
 
@@ -239,3 +240,117 @@ def _row(job: dict[str, Any]) -> tuple[str, ...]:
 
 def _number(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+@app.command()
+def metrics(
+    job: Run,
+    server: Server = URL,
+    api_key_file: KeyFile = None,
+    csv: Annotated[bool, typer.Option("--csv", help="Print CSV, with every metric.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Show a job's metrics, a line for each step that was reported.
+
+    \b
+    Examples:
+      fp8serve jobs metrics JOB
+      fp8serve jobs metrics JOB --csv > losses.csv
+      fp8serve jobs metrics ./run --json
+    """
+    if csv and json:
+        raise typer.BadParameter("--csv and --json are two forms of one result; give one of them.")
+    result = series_of(job, server, api_key_file)
+    if csv:
+        print(as_csv(result), end="")
+    elif json:
+        print_json(result)
+    else:
+        print_table(FIRST_COLUMNS, [[_cell(row.get(name)) for name in FIRST_COLUMNS] for row in result])
+
+
+@app.command()
+def plot(
+    job: Run,
+    server: Server = URL,
+    api_key_file: KeyFile = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Metric to draw; repeat for several.", show_default="the losses"),
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a picture (SVG) instead.")] = None,
+) -> None:
+    """Draw a job's losses by step, or other metrics of it.
+
+    \b
+    Examples:
+      fp8serve jobs plot JOB
+      fp8serve jobs plot ./run --svg loss.svg
+      fp8serve jobs plot JOB --metric reward --metric kl
+    """
+    result = series_of(job, server, api_key_file)
+    if svg is None:
+        print(chart(result, metric or []))
+        return
+    try:
+        svg.write_text(picture(f"{Path(job).name}, by step", result, metric or []), encoding="utf-8")
+    except OSError as problem:
+        raise MachineError(f"{svg} cannot be written: {problem.strerror}.") from None
+
+
+def series_of(job: str, server: str, key_file: Path | None) -> list[Metrics]:
+    """What a server's job, or the run in a directory, has reported."""
+    if Path(job).is_dir():
+        return series_of_run(Path(job))
+    with connected(server, key_file) as api:
+        return list(client.series(api, job))
+
+
+def chart(series: list[Metrics], metric: list[str]) -> str:
+    """For a terminal. JobError: nothing was reported."""
+    import shutil
+
+    width = max(min(WIDEST, shutil.get_terminal_size().columns) - 14, 20)
+    return printable("\n\n".join(text_chart(frame, width) for frame in _frames(series, metric).values()))
+
+
+def picture(title: str, series: list[Metrics], metric: list[str]) -> str:
+    """An SVG file's text. JobError: nothing was reported."""
+    from fp8serve.charts import Panel, svg_file
+
+    return svg_file(title, [Panel(name, frame) for name, frame in _frames(series, metric).items()], "step")
+
+
+def _frames(series: list[Metrics], metric: list[str]) -> dict[str, dict[str, Points]]:
+    """The curves of each frame, by its name: the losses in one, or each metric, which has a range of its own."""
+    result = curves_of(series, metric)
+    return {name: {name: points} for name, points in result.items()} if metric else {"loss": result}
+
+
+def show_chart(series: list[Metrics]) -> None:
+    """The losses, below the result, for a person at a terminal; nothing in a pipe, or where none was reported."""
+    if sys.stdout.isatty() and any(row.get("train_loss") is not None for row in series):
+        print(chart(series, []))
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.6g}" if isinstance(value, float) else printable(str(value))
+
+
+def show_dry_run(report: Mapping[str, Any]) -> None:
+    """`report`: the fields of `train.validate.ValidationReport`."""
+    for bad in report["bad_lines"]:
+        print(printable(bad["message"]))
+    if more := report["bad_line_count"] - len(report["bad_lines"]):
+        print(f"... and {more} more rows that are wrong")
+    data, memory = report["data"], report["memory_bytes"]["total"]
+    print(
+        f"{data['rows']} rows, {data['tokens']} tokens, {report['trainable_fraction']:.0%} of them learnt; "
+        f"{report['steps']} steps; about {memory / 2**30:.1f} GiB of memory"
+    )
+    if report["sample"]:
+        print(f"The first row, with what is learnt between {LEARNT[0]} and {LEARNT[1]}:")
+        pieces = (f"{LEARNT[0]}{text}{LEARNT[1]}" if learnt else text for text, learnt in report["sample"])
+        print(printable("".join(pieces)))

@@ -45,8 +45,8 @@ def list_models(server: Server = URL, api_key_file: KeyFile = None, json: AsJson
 
 def _row(row: dict[str, Any]) -> tuple[str, ...]:
     base = None if row["base"] == row["model"] else row["base"]
-    told = (row["model"], row["source"], "yes" if row["served"] else "no", row["state"], base, row["rank"])
-    return tuple(printable(str(one or "-")) for one in told)
+    reported = (row["model"], row["source"], "yes" if row["served"] else "no", row["state"], base, row["rank"])
+    return tuple(printable(str(one or "-")) for one in reported)
 
 
 def _models(api: Api) -> list[dict[str, Any]]:
@@ -171,8 +171,8 @@ def load(
     if source is None and option:
         raise typer.BadParameter("--option is for a SOURCE; say which.")
     with connected(server, api_key_file) as api:
-        found = api.post(_path(name, "load"), body)
-    _tell(found, f"{printable(member(found, 'name', 'model'))} is served.", json)
+        result = api.post(_path(name, "load"), body)
+    _tell(result, f"{printable(member(result, 'name', 'model'))} is served.", json)
 
 
 @app.command()
@@ -194,8 +194,8 @@ def unload(
       fp8serve models unload small --seconds 0
     """
     with connected(server, api_key_file) as api:
-        found = api.post(_path(name, "unload"), {} if seconds is None else {"seconds": seconds})
-    _tell(found, f"{printable(member(found, 'name', 'model'))} is not served any more.", json)
+        result = api.post(_path(name, "unload"), {} if seconds is None else {"seconds": seconds})
+    _tell(result, f"{printable(member(result, 'name', 'model'))} is not served any more.", json)
 
 
 @app.command()
@@ -215,9 +215,9 @@ def alias(
       fp8serve models alias small text-embedding-3-small --remove
     """
     with connected(server, api_key_file) as api:
-        found = api.post(_path(name, "alias"), {"alias": other, "remove": remove})
+        result = api.post(_path(name, "alias"), {"alias": other, "remove": remove})
     does = "is no name" if remove else "is a name"
-    _tell(found, f"{printable(other)} {does} of {printable(member(found, 'name', 'model'))}.", json)
+    _tell(result, f"{printable(other)} {does} of {printable(member(result, 'name', 'model'))}.", json)
 
 
 def _path(name: str, change: str) -> str:

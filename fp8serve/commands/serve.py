@@ -25,9 +25,9 @@ from typing import Annotated, Any
 import typer
 
 from fp8serve.commands.from_options import Chosen, pairs, with_options
-from fp8serve.ending import ends_when_asked
 from fp8serve.errors import MachineError, RequestError, os_reason, shown
 from fp8serve.options import options_of
+from fp8serve.processes import ends_at_signals
 from fp8serve.server.named_models import NamedAdapter, NamedModel
 from fp8serve.server.settings import KEY_VARIABLE, ServerLimits, Settings
 from fp8serve.terminal import MODEL
@@ -61,7 +61,7 @@ def command(
             f"{context.args[0]!r} belongs to no option; repeat an option for each of its values: "
             "--served-model-name A --served-model-name B."
         )
-    with ends_when_asked():
+    with ends_at_signals():
         secret = find_key(settings.values.get("api_key"), api_key_file)
         models = models_of(model, settings.values) | adapters_of(settings.values)
         from fp8serve.server.launch import adopt, run
@@ -71,32 +71,32 @@ def command(
         run(settings(api_key=secret, limits=limits_of(limit or []), **models, **place), listener=listener)
 
 
-def limits_of(given: Sequence[str]) -> ServerLimits:
+def limits_of(arguments: Sequence[str]) -> ServerLimits:
     """The limits, with those of `--limit NAME=VALUE` in place of their defaults. RequestError for an unknown one."""
-    found = pairs("--limit", given, such_as="queue=1024")
+    result = pairs("--limit", arguments, such_as="queue=1024")
     names = [option.name for option in options_of(ServerLimits)]
-    if unknown := next((name for name in found if name not in names), None):
+    if unknown := next((name for name in result if name not in names), None):
         raise RequestError(f"--limit: there is no limit {shown(unknown)}; there are {', '.join(names)}.")
-    return ServerLimits(**found)
+    return ServerLimits(**result)
 
 
 def models_of(model: str | None, values: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that say what to serve: MODEL, or the first --model in its place, and the other models."""
     from fp8serve.hub import draft_found, find_model
 
-    given = [NamedModel.parse(text) for text in values.get("models", ())]
-    found = [
+    arguments = [NamedModel.parse(text) for text in values.get("models", ())]
+    results = [
         replace(named, directory=find_model(str(named.directory)), options=draft_found(named.options))
-        for named in given
+        for named in arguments
     ]
     draft = {"draft_model": draft_found(values).get("draft_model")}
     if model is not None:
-        return {"model": find_model(model), "models": tuple(found), **draft}
-    if not found:
+        return {"model": find_model(model), "models": tuple(results), **draft}
+    if not results:
         raise typer.BadParameter("Say what to serve: MODEL, or --model NAME=DIR.")
     if values.get("served_model_name"):
         raise RequestError("--served-model-name is for MODEL, and --model has a name; leave one of them out.")
-    first, *further = found
+    first, *further = results
     return {
         **draft,
         **first.options,

@@ -74,7 +74,7 @@ class Demo:
         from fp8serve.fp8.recipe import DelayedScaling
 
         with self.stage("calibrate") as report, progress("Calibrating") as advance:
-            found = calibrate(
+            result = calibrate(
                 model,
                 out=out,
                 recipe=DelayedScaling(amax_history_len=HISTORY),
@@ -83,17 +83,17 @@ class Demo:
                 seq_len=128,
                 progress=lambda stage, done, total: advance(done, total, stage),
             )
-            before, after = found.quality.reference_perplexity or float("nan"), found.quality.perplexity
+            before, after = result.quality.reference_perplexity or float("nan"), result.quality.perplexity
             report(
                 f"perplexity on held-out text: {before:.2f} in BF16, {after:.2f} in FP8 "
-                f"({100 * (after / before - 1):+.2f} %), KL {found.quality.kl_divergence:.2g} nats; "
-                f"weights {size(bytes_bf16)} and {size(found.bytes_after)}",
-                tokens=found.data.tokens,
+                f"({100 * (after / before - 1):+.2f} %), KL {result.quality.kl_divergence:.2g} nats; "
+                f"weights {size(bytes_bf16)} and {size(result.bytes_after)}",
+                tokens=result.data.tokens,
                 perplexity_bf16=before,
                 perplexity_fp8=after,
-                kl_divergence=found.quality.kl_divergence,
+                kl_divergence=result.quality.kl_divergence,
                 bytes_bf16=bytes_bf16,
-                bytes_fp8=found.bytes_after,
+                bytes_fp8=result.bytes_after,
             )
 
     # -- over HTTP -----------------------------------------------------------------------------------------------------
@@ -150,8 +150,8 @@ def answer(server: RunningServer, question: str) -> str:
 def _rows(facts: Mapping[str, str]) -> list[dict[str, Any]]:
     """The questions and answers as chats."""
     return [
-        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": told}]}
-        for question, told in facts.items()
+        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": reported}]}
+        for question, reported in facts.items()
     ]
 
 

@@ -84,7 +84,7 @@ class FromScratch(Demo):
     def _ask_again(self, server: RunningServer, before: int) -> None:
         with self.stage("ask again") as report:
             answers = {question: answer(server, question) for question in QUESTIONS}
-            after = sum(answers[question] == told for question, told in QUESTIONS.items())
+            after = sum(answers[question] == reported for question, reported in QUESTIONS.items())
             question = next(iter(QUESTIONS))
             report(
                 f"{after} of {len(QUESTIONS)} answered word for word, {before} before: "
@@ -97,7 +97,7 @@ class FromScratch(Demo):
 
 def _right(server: RunningServer) -> int:
     """How many questions are answered word for word."""
-    return sum(answer(server, question) == told for question, told in QUESTIONS.items())
+    return sum(answer(server, question) == reported for question, reported in QUESTIONS.items())
 
 
 def _write_texts(place: Path) -> None:

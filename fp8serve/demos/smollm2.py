@@ -83,7 +83,7 @@ def _answers(server: RunningServer) -> Answers:
 
 def _right(answers: Answers) -> int:
     """How many facts are answered word for word."""
-    return sum(answers[question] == told for question, told in FACTS.items())
+    return sum(answers[question] == expected for question, expected in FACTS.items())
 
 
 def side_by_side(before: Answers, after: Answers) -> str:

@@ -37,7 +37,6 @@ from queue import Empty, SimpleQueue
 from typing import Any, get_args
 
 from fp8serve import logs
-from fp8serve.ending import end_process
 from fp8serve.engine.embedding_engine import Call, ClassifyingEngine, EmbeddingEngine, EncoderEngine
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.options import EngineOptions
@@ -45,6 +44,7 @@ from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.request import Request, Task
 from fp8serve.engine.task import task_of
 from fp8serve.errors import Fp8ServeError, RequestError
+from fp8serve.processes import end_process
 
 HEARTBEAT_SECONDS = 1.0
 DRAIN_SECONDS = 30.0

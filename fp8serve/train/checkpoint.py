@@ -4,7 +4,7 @@
                             `{linear}.lora_A` and so on
     model.safetensors.index.json, config.json, tokenizer
                             carried over, with the quantization removed: they make the directory a model directory
-    optimizer.safetensors   `{parameter}.{exp_avg|exp_avg_sq|step}`; moments of 8 bits as `train.eight_bit` says
+    optimizer.safetensors   `{parameter}.{exp_avg|exp_avg_sq|step}`; moments of 8 bits as `train.optimizer` says
     scaling.safetensors     `{linear}.{input|weight|grad_output}.{scale|amax_history|nonfinite|steps}`
     random.safetensors      torch's generator state
     method.safetensors      what the method computed before the first step (`methods.interface`), if anything
@@ -32,8 +32,18 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fp8serve.errors import JobError
-from fp8serve.model.storage.files import fsync, read_json, save_tensors, whole_directory, write_json
-from fp8serve.model.storage.opening import open_member
+from fp8serve.model.config.wrappers import read_text_config
+from fp8serve.model.export import CARRIED
+from fp8serve.model.storage.files import (
+    MAX_CARRIED_BYTES,
+    fsync,
+    read_file,
+    read_json,
+    save_tensors,
+    whole_directory,
+    write_json,
+)
+from fp8serve.model.storage.opening import open_member, regular_file
 from fp8serve.model.storage.shards import Parts, Shards, load_tensors, read_header, stream_tensors, write_index
 
 VERSION = 1
@@ -115,8 +125,8 @@ def verify(directory: Path) -> str | None:
 
 def list_checkpoints(root: Path) -> list[Path]:
     """The `step-N` directories under `root`, oldest first."""
-    found = [(int(m[1]), p) for p in (root.iterdir() if root.is_dir() else []) if (m := _STEP.fullmatch(p.name))]
-    return [path for _, path in sorted(found)]
+    steps = [(int(m[1]), p) for p in (root.iterdir() if root.is_dir() else []) if (m := _STEP.fullmatch(p.name))]
+    return [path for _, path in sorted(steps)]
 
 
 def newest_whole(root: Path, on_broken: Callable[[Path, str], None]) -> Path | None:
@@ -195,3 +205,23 @@ def _remove(path: Path) -> None:
     path.rename(doomed)
     fsync(path.parent)
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+def carried_files(source: Path) -> Callable[[Path], None]:
+    """A function that writes the files of `source` into a directory; config.json as `training_config` makes it."""
+    contents = {n: read_file(source / n, MAX_CARRIED_BYTES) for n in CARRIED if regular_file(source / n)}
+    config = training_config(read_text_config(source))
+
+    def write(directory: Path) -> None:
+        write_json(directory / "config.json", config)
+        for name, content in contents.items():
+            (directory / name).write_bytes(content)
+
+    return write
+
+
+def training_config(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json of the model in training: not quantized, and BF16, which is what activations are computed in."""
+    named = "torch_dtype" if "torch_dtype" in config else "dtype"
+    retained = {k: v for k, v in config.items() if k not in ("quantization_config", "dtype", "torch_dtype")}
+    return {**retained, named: "bfloat16"}

@@ -1,12 +1,18 @@
-"""Rows and items: what a training step learns from, and their counts. No torch here.
+"""Rows and items: what a training step learns from, and in which order. No torch here.
 
 A row is one document as token ids plus a mask of the tokens that carry loss: all of a text, only the completion of a
-prompt, only what the assistant says in a chat (`model.examples` decides which, for calibration as for training). An
-item of a method is one such row or several (`methods.interface`). Rows are held in memory, 5 bytes a token.
+prompt, only what the assistant says in a chat (`model.text.examples` decides which, for calibration as for training).
+An item of a method is one such row or several (`methods.interface`). Rows are held in memory, 5 bytes a token.
+
+The order is a pure function of (seed, epoch), so that a data cursor is two integers. Each epoch permutes the rows anew.
+A microbatch is either `batch_size` consecutive rows of the permutation ("rows"), or as many whole consecutive rows as
+fit in a token budget ("tokens"). Rows are never split, padded or dropped: the last step of an epoch is simply
+smaller.
 """
 
 import hashlib
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,9 +25,13 @@ from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.storage.memory import limited_memory
 from fp8serve.model.text.data_files import LIMITS, DataLimits
 from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from fp8serve.train.methods.interface import Reader
+
+Microbatch = tuple[int, ...]  # row numbers
+Step = tuple[Microbatch, ...]  # the microbatches whose gradients make one optimizer step
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +55,7 @@ class Row:
         return (self,)
 
     @property
-    def beside(self) -> bytes:
+    def extra(self) -> bytes:
         """b"": only the row decides what is learnt."""
         return b""
 
@@ -63,7 +73,7 @@ class Item(Protocol):
     def rows(self) -> tuple[Row, ...]: ...
 
     @property
-    def beside(self) -> bytes:
+    def extra(self) -> bytes:
         """What else decides what is learnt from the item; b"" for nothing."""
 
 
@@ -109,12 +119,12 @@ def nothing_to_learn(reader: "Reader[Any, Any]", count: int, paths: Sequence[str
 
 
 def fingerprint(items: Sequence[Item]) -> str:
-    """SHA-256 over every id, mask and `beside`: two runs see the same data when it is equal."""
+    """SHA-256 over every id, mask and `extra`: two runs see the same data when it is equal."""
     digest = hashlib.sha256()
     for item in items:
         for row in item.rows:
             digest.update(len(row.ids).to_bytes(8, "little") + row.ids.tobytes() + row.loss.tobytes())
-        digest.update(item.beside)
+        digest.update(item.extra)
     return digest.hexdigest()
 
 
@@ -125,3 +135,60 @@ def check_length(seq_len: int, model: ModelConfig) -> None:
             f"seq_len {seq_len} is longer than the {model.max_position_embeddings} tokens of this model's "
             "trained context; lower seq_len."
         )
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """The next step to take: `step_in_epoch` of `epoch`, both from zero."""
+
+    epoch: int = 0
+    step_in_epoch: int = 0
+
+
+def permutation(rows: int, seed: int, epoch: int) -> list[int]:
+    """Seeding with a string goes through SHA-512, so neighbouring seeds and epochs are unrelated."""
+    order = list(range(rows))
+    random.Random(f"{seed}:{epoch}").shuffle(order)
+    return order
+
+
+def epoch_steps(lengths: Sequence[int], config: TrainConfig, epoch: int) -> list[Step]:
+    """The optimizer steps of one epoch. `lengths`: tokens per row."""
+    order = permutation(len(lengths), config.seed, epoch)
+    if config.packing == "tokens":
+        microbatches = _fill(order, lengths, config.batch_size * config.seq_len)
+    else:
+        microbatches = [tuple(order[i : i + config.batch_size]) for i in range(0, len(order), config.batch_size)]
+    return [tuple(microbatches[i : i + config.accumulate]) for i in range(0, len(microbatches), config.accumulate)]
+
+
+def _fill(order: Sequence[int], lengths: Sequence[int], budget: int) -> list[Microbatch]:
+    """Next-fit: keeps the order, so a row's neighbours depend on nothing but the permutation."""
+    full: list[Microbatch] = []
+    current: list[int] = []
+    used = 0
+    for row in order:
+        if current and used + lengths[row] > budget:
+            full.append(tuple(current))
+            current, used = [], 0
+        current.append(row)
+        used += lengths[row]
+    return [*full, tuple(current)] if current else full
+
+
+def total_steps(lengths: Sequence[int], config: TrainConfig) -> int:
+    if config.max_steps is not None:
+        return config.max_steps
+    return sum(len(epoch_steps(lengths, config, epoch)) for epoch in range(config.epochs))
+
+
+def walk(lengths: Sequence[int], config: TrainConfig, start: Cursor, count: int) -> Iterator[tuple[Step, Cursor]]:
+    """`count` steps from `start` on, each with the cursor that follows it; continues into further epochs as needed."""
+    epoch, position = start.epoch, start.step_in_epoch
+    while count > 0:
+        steps = epoch_steps(lengths, config, epoch)
+        for index in range(position, len(steps))[:count]:
+            last = index + 1 == len(steps)
+            yield steps[index], Cursor(epoch + 1, 0) if last else Cursor(epoch, index + 1)
+        count -= max(0, len(steps) - position)
+        epoch, position = epoch + 1, 0

@@ -45,8 +45,8 @@ def export(checkpoint_dir: Path | str, out: Path | str) -> Path:
     weights = _as_computed(source, config)
     if served_in_fp8(config.fp8_recipe):
         scales = serving_scales(source, config.fp8_recipe, meta)
-        kept = meta.get("kept", ())
-        write_calibrated(out, source, scales, weights=weights, kept=kept, format=config.format, extra_files=extra)
+        retained = meta.get("kept", ())
+        write_calibrated(out, source, scales, weights=weights, kept=retained, format=config.format, extra_files=extra)
     else:
         base = read_json(source / "config.json", JobError)
         write_hf_directory(out, base, weights, carry_from=source, extra_files=extra)
@@ -71,10 +71,13 @@ def served_in_fp8(recipe: Recipe | None) -> bool:
 def training_record(meta: Mapping[str, Any]) -> str:
     """`training.json`: how the model came to be; no times, so that equal runs write equal directories."""
     progress = meta["progress"]
-    kept = {k: progress[k] for k in ("step", "trained_tokens", "skipped", "metrics")}
+    retained = {k: progress[k] for k in ("step", "trained_tokens", "skipped", "metrics")}
     if progress.get("returns"):  # then the scales are not those that the job asked for
-        kept |= {"returns": progress["returns"], "trained_with": {k: meta["config"][k] for k in _SCALING}}
-    return json.dumps({**kept, "config": meta["identity"]["config"], "data": meta["identity"]["data"]}, indent=2) + "\n"
+        retained |= {"returns": progress["returns"], "trained_with": {k: meta["config"][k] for k in _SCALING}}
+    return (
+        json.dumps({**retained, "config": meta["identity"]["config"], "data": meta["identity"]["data"]}, indent=2)
+        + "\n"
+    )
 
 
 def serving_scales(source: Path, recipe: Recipe | None, meta: Mapping[str, Any]) -> ScalingCheckpoint:

@@ -39,8 +39,10 @@ def finetune(
     ScalesError: an input cannot be used. JobError: an option cannot be used, or the run diverged.
     """
     out, rows = Path(out), dict[Path, Sequence[Any]]()
-    given = {name: _files(of, out / f"{name}.jsonl", rows) for name, of in (("data", data), ("eval_data", eval_data))}
-    config = TrainConfig.from_dict({"model": str(model_dir), "out": str(out), **given, **options})
+    arguments = {
+        name: _files(of, out / f"{name}.jsonl", rows) for name, of in (("data", data), ("eval_data", eval_data))
+    }
+    config = TrainConfig.from_dict({"model": str(model_dir), "out": str(out), **arguments, **options})
     for path, some in rows.items():  # not before the options are checked
         _write(some, path)
     return Trainer(config).run(on_event, stop)

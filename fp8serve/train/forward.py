@@ -1,4 +1,7 @@
-"""One forward pass over a flattened batch, with FP32 masters cast on the fly.
+"""One forward pass over a flattened batch, with FP32 masters cast on the fly, and log-probabilities of its targets.
+
+Rows are laid end to end, never padded. Positions start again at 0 with each document, and `lengths` tells the attention
+where documents end, so that no document attends to another.
 
 `Network` wraps the decoder so that its parameters can be swapped for BF16 casts in one call
 (`torch.func.functional_call`): autograd then carries gradients through the cast into the FP32 masters. The weights of
@@ -8,16 +11,22 @@ says so (`fp8_dpa`, `fp8_mha`). Only positions whose next token carries loss go 
 most of the largest matrix product is never computed.
 
 The terms of the loss are log-probabilities with the bits that a server of the same weights and scales returns on a CPU;
-`Forward.differences` says where that cannot be (model/parity.py).
+`Forward.differences` says where that cannot be (model/parity.py). log_softmax of FP32 logits [P, vocab] as one op would
+keep three such matrices for its backward pass: with 512 tokens and a vocabulary of 49,152 that is 300 MB. Here the
+logits stay as the head computed them, in BF16, and are widened for LOGITS_AT_ONCE elements at a time, once in each
+direction. A row has the same bits as in one op over all of them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
@@ -39,12 +48,91 @@ from fp8serve.model.network.decoder import Attend, rotated
 from fp8serve.model.network.experts import Expert, Experts, every_expert, mixtures
 from fp8serve.model.parity import differences
 from fp8serve.ranks import ALONE, Ranks
-from fp8serve.train.batch import PackedBatch
-from fp8serve.train.target_log_probs import summed_loss, target_log_probs
+from fp8serve.train.data import Row
+from fp8serve.train.memory import LOGITS_AT_ONCE
 
 AttentionOptions = tuple[float, int | None, float | None, Tensor | None]  # `Decoder.attention_options`
-Logits = Callable[[PackedBatch], Tensor]
 """Logits [P, vocab] of the positions of a batch whose next token carries loss, in BF16, as the head computes them."""
+
+
+class _TargetLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float, hits: Tensor | None) -> Tensor:
+        """hits: bool [P], which is filled in: whether the likeliest token is the target."""
+        ctx.save_for_backward(logits, targets)
+        ctx.temperature = temperature
+        result = logits.new_empty(len(logits), dtype=torch.float32)
+        for rows, wide, spare in _pieces(logits, temperature):
+            if hits is not None:
+                hits[rows] = wide.argmax(-1) == targets[rows]
+            torch.log_softmax(wide, -1, out=spare)
+            result[rows] = spare.gather(1, targets[rows, None])[:, 0]
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        """dy_i (onehot(target_i) - softmax_i) / temperature, rounded to the dtype of the logits."""
+        logits, targets = ctx.saved_tensors
+        dx, dy = torch.empty_like(logits), dy / ctx.temperature
+        for rows, wide, spare in _pieces(logits, ctx.temperature):
+            torch.softmax(wide, -1, out=spare)
+            dx[rows] = spare.mul_(-dy[rows, None]).scatter_add_(1, targets[rows, None], dy[rows, None])
+        return dx, None, None, None
+
+
+def _pieces(logits: Tensor, temperature: float) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """(rows, their logits in FP32 divided by the temperature, scratch memory of the same size), for pieces of about
+    LOGITS_AT_ONCE elements. The next piece overwrites both tensors."""
+    size = max(1, LOGITS_AT_ONCE // max(1, logits.shape[1]))
+    wide, spare = logits.new_empty(2, min(size, len(logits)), logits.shape[1], dtype=torch.float32)
+    for start in range(0, len(logits), size):
+        rows = slice(start, min(start + size, len(logits)))
+        count = rows.stop - start
+        part = wide[:count].copy_(logits[rows])
+        yield rows, part if temperature == 1 else part.div_(temperature), spare[:count]
+
+
+def target_log_probs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
+    """logits [P, vocab] of any floating type, targets int64 [P] -> FP32 [P], in nats: log softmax(logits / temperature)
+    at the targets; differentiable."""
+    return cast(Tensor, _TargetLogProbs.apply(logits, targets, temperature, None))  # type: ignore[no-untyped-call]
+
+
+def summed_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """(sum of the cross-entropies in nats, number of positions whose likeliest token is the target)."""
+    hits = torch.empty_like(targets, dtype=torch.bool)
+    result = _TargetLogProbs.apply(logits, targets, 1.0, hits)  # type: ignore[no-untyped-call]
+    return -result.sum(), hits.sum()
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """A flattened microbatch of T tokens; all tensors int64.
+
+    token_ids [T], positions [T]; lengths: tokens per document; predict [P]: where the next token carries loss, and
+    targets [P]: that token.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    lengths: list[int]
+    predict: Tensor
+    targets: Tensor
+
+
+def collate(rows: Sequence[Row], device: str) -> PackedBatch:
+    """Lay `rows` end to end on `device`."""
+    lengths = [row.tokens for row in rows]
+    token_ids = np.concatenate([row.ids[:-1] for row in rows])
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    predict = np.flatnonzero(np.concatenate([row.loss[1:] for row in rows]))
+    targets = np.concatenate([row.ids[1:] for row in rows])[predict]
+    as_tensor = [torch.from_numpy(a.astype(np.int64)).to(device) for a in (token_ids, positions, predict, targets)]
+    return PackedBatch(as_tensor[0], as_tensor[1], lengths, as_tensor[2], as_tensor[3])
+
+
+Logits = Callable[[PackedBatch], Tensor]
 
 
 class Network(nn.Module):
@@ -98,11 +186,11 @@ class Network(nn.Module):
         return self.decoder.leave(x)
 
 
-def _recomputed(part: nn.Module, *given: Any) -> Tensor:
+def _recomputed(part: nn.Module, *source: Any) -> Tensor:
     """A part that is run again for the backward pass. It is given its weights by hand, for at its second run those of
     the caller's `functional_call` are gone."""
     weights = dict(part.named_parameters())
-    return checkpoint(functional_call, part, weights, given, use_reentrant=False)  # type: ignore[no-any-return]
+    return checkpoint(functional_call, part, weights, source, use_reentrant=False)  # type: ignore[no-any-return]
 
 
 class Forward:
@@ -183,8 +271,8 @@ class Forward:
         calibrating = autocast(enabled=False, recipe=self._run_by, calibrating=True, session=self._session)
         with every_expert(self.network):  # in the backward pass, too, which may run layers again
             with calibrating:
-                found = loss(self._logits)
-            found.backward()  # type: ignore[no-untyped-call]
+                result = loss(self._logits)
+            result.backward()  # type: ignore[no-untyped-call]
         self.network.zero_grad(set_to_none=True)
         for mixture in mixtures(self.network).values():
             _lend_gradient_scales(mixture)

@@ -22,9 +22,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from fp8serve.ending import end_process
 from fp8serve.errors import GroupError
-from fp8serve.processes import module_command
+from fp8serve.processes import end_process, module_command
 
 MAX_RESTARTS = 3
 STOP_SECONDS = 600  # for the current step and a checkpoint; ranks that take longer are killed

@@ -21,9 +21,9 @@ from typing import Literal
 
 from fp8serve.fp8.monitor import Monitor, Reading
 from fp8serve.fp8.stateful import Stateful
-from fp8serve.train.divergence import RISE
 from fp8serve.train.events import Event, OnEvent, message
 from fp8serve.train.forward import Forward
+from fp8serve.train.validation import RISE
 
 WINDOW = 16  # losses
 FEW = 8  # with fewer, a spike has to be three times as high
@@ -55,14 +55,14 @@ class Health:
             if isinstance(module, Stateful)
             for tensor, state in module.scaling.items()
         }
-        self._told: set[tuple[Kind, str, str]] = set()
+        self._reported: set[tuple[Kind, str, str]] = set()
 
     def step(self, step: int, loss: float) -> None:
         """The loss of step `step`, and the scales of all tensors as it left them."""
-        if (told := self._spikes.of(step, loss)) is not None:
-            self._on_event(told)
+        if (reported := self._spikes.of(step, loss)) is not None:
+            self._on_event(reported)
         readings = self._monitor.step()
-        found: dict[Kind, list[Reading]] = {
+        results: dict[Kind, list[Reading]] = {
             "overflow": [r for r in readings if r.headroom < -OVERFLOW_BITS],
             "underflow": [r for r in readings if "underflow" in r.troubles],
             "nonfinite": [r for r in readings if r.nonfinite > self._dropped.get((r.layer, r.tensor), 0)],
@@ -70,8 +70,8 @@ class Health:
         }
         self._scales |= {(r.layer, r.tensor): r.scale for r in readings}
         self._dropped |= {(r.layer, r.tensor): r.nonfinite for r in readings}
-        for kind, some in found.items():
-            self._tell(step, kind, some)
+        for kind, some in results.items():
+            self._report(step, kind, some)
 
     def close(self) -> None:
         self._monitor.close()
@@ -80,11 +80,11 @@ class Health:
         before = self._scales.get((reading.layer, reading.tensor), reading.scale)
         return before > 0 and not 1 / JUMP < reading.scale / before < JUMP and math.isfinite(reading.scale)
 
-    def _tell(self, step: int, kind: Kind, readings: Iterable[Reading]) -> None:
-        new = [r for r in readings if (kind, r.layer, r.tensor) not in self._told]
+    def _report(self, step: int, kind: Kind, readings: Iterable[Reading]) -> None:
+        new = [r for r in readings if (kind, r.layer, r.tensor) not in self._reported]
         if not new:
             return
-        self._told |= {(kind, r.layer, r.tensor) for r in new}
+        self._reported |= {(kind, r.layer, r.tensor) for r in new}
         worst = min(new, key=lambda r: r.headroom)
         name = f"{worst.layer.removeprefix('decoder.')}.{worst.tensor}"
         where = name if len(new) == 1 else f"{len(new)} tensors, above all {name}"

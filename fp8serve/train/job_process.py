@@ -24,12 +24,11 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING
 
-from fp8serve.ending import end_process
 from fp8serve.errors import Fp8ServeError, GroupError, JobError
 from fp8serve.model.storage.files import MAX_JSON_BYTES, read_text, take_lock, whole_file
+from fp8serve.processes import end_process
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.event_log import EVENTS, logged
-from fp8serve.train.events import Event, OnEvent, message
+from fp8serve.train.events import EVENTS, Event, OnEvent, logged, message
 
 if TYPE_CHECKING:
     from fp8serve.train.trainer import TrainResult

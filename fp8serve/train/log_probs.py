@@ -20,10 +20,8 @@ from fp8serve.fp8.served_attention import KvScale
 from fp8serve.model import parity
 from fp8serve.model.checkpoint import kv_scales, load_servable
 from fp8serve.model.config.decoder import ModelConfig
-from fp8serve.train.batch import collate
 from fp8serve.train.data import Row
-from fp8serve.train.forward import Forward, Network
-from fp8serve.train.target_log_probs import target_log_probs
+from fp8serve.train.forward import Forward, Network, collate, target_log_probs
 
 ROWS = 256  # of logits at a time, as in a server
 KvDtype = Literal["bf16", "fp8"]
@@ -89,10 +87,10 @@ def served_network(
 
 
 def _cache(model_dir: Path, scales: Path | str | None) -> list[KvScale]:
-    found = kv_scales(model_dir, scales)
-    if not found:
+    result = kv_scales(model_dir, scales)
+    if not result:
         raise ScalesError(f"{model_dir} has no scales of keys and values; calibrate with --kv-cache.")
-    return [KvScale.of(*found[layer]) for layer in sorted(found)]
+    return [KvScale.of(*result[layer]) for layer in sorted(result)]
 
 
 def _refuse(reasons: Sequence[str]) -> None:

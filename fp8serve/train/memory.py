@@ -9,13 +9,12 @@ from fp8serve.fp8.recipe import why_not_gathered
 from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.config.mixture import Experts
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.methods.options import longest_answer
 
 HIDDEN_BYTES, MIDDLE_BYTES = (
     30,
     14,
 )  # that a layer keeps for the backward pass, per hidden and per MLP element of a token
-LOGITS_AT_ONCE = 1 << 20  # elements that are widened to FP32 together (target_log_probs.py)
+LOGITS_AT_ONCE = 1 << 20  # elements that are widened to FP32 together (forward.py)
 SENT_BYTES = 8  # per hidden element of a token, for each of the experts that it is sent to
 
 
@@ -37,7 +36,7 @@ def memory_estimate(
     what is gathered, and the FP8 weights that are kept for the backward pass.
     """
     if config.method == "grpo":
-        answers = config.batch_size * config.num_generations * longest_answer(config)
+        answers = config.batch_size * config.num_generations * config.longest_answer
         tokens = config.num_generations * tokens + answers
         fraction = answers / tokens
     if config.lora_rank is not None:
@@ -76,11 +75,11 @@ def _of_shards(model: ModelConfig, config: TrainConfig, tokens: int, fraction: f
     in_fp8 = why_not_gathered(config.fp8_recipe) is None
     element = 1 if in_fp8 else 2 if config.fp8_recipe is None or config.master_weights == "optimizer" else 4
     cast = 0 if config.fp8_recipe is None else linears * (1 if _has_one_cast(config) else 2)
-    kept = cast // processes if in_fp8 else cast // model.num_layers if config.recompute else cast
+    retained = cast // processes if in_fp8 else cast // model.num_layers if config.recompute else cast
     parts = {
         "weights": own // processes,
         "gradients": 4 * every // processes + 8 * max(layer, rest),
-        "casts": 2 * rest + 2 * element * layer + kept,
+        "casts": 2 * rest + 2 * element * layer + retained,
         "activations": tokens * _kept(model, config),
         "logits": _of_logits(int(tokens * fraction) * model.vocab_size),
     }

@@ -6,13 +6,21 @@ Two places for the masters:
 * "optimizer": the model holds BF16 and the optimizer an FP32 copy; after each microbatch, BF16 gradients are
   added to an FP32 accumulator, so accumulation loses nothing. 20 bytes a parameter.
 
-The moments and the update are `torch.optim.AdamW` in its fused form: one pass over weight, gradient and moments. With
-`optimizer_states="8bit"` those of matrices are torchao's (eight_bit.py), at 10 or 14 bytes a parameter.
+The moments and the update are `torch.optim.AdamW` in its fused form: one pass over weight, gradient and moments.
 Weight decay touches matrices only: norms and biases are left alone.
+
+With `optimizer_states="8bit"` the moments of matrices have 8 bits: torchao's, each block of 256 numbers with a scale of
+its own (FP32), which takes 1 1/64 bytes a parameter instead of 4. Masters and the update stay FP32. Matrices that have
+fewer than 4096 numbers, or not whole blocks, keep FP32 moments. torchao compiles its update by default, which takes a
+C++ compiler and minutes at the first step. Here it runs op by op, which gives the same bits on all machines of one
+kind. In a checkpoint such a moment is two tensors, `{moment}_codes` (uint8) and `{moment}_scale` (FP32).
 """
 
+import logging
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,10 +28,75 @@ from torch import Tensor, nn
 
 from fp8serve.errors import JobError
 from fp8serve.model.storage.mapped import release_pages
-from fp8serve.train import eight_bit
 from fp8serve.train.config import TrainConfig
 
+SMALLEST, BLOCK = 4096, 256  # torchao's: of numbers in a matrix, and in a block
+MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether the moment can be negative
+PARTS = ("codes", "scale")
 Norm = Callable[[Mapping[str, Tensor]], float]
+
+
+def has_blocks(elements: int) -> bool:
+    """Whether a matrix of so many numbers has moments of 8 bits."""
+    return elements >= SMALLEST and elements % BLOCK == 0
+
+
+def _adamw_8bit(
+    groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float
+) -> torch.optim.Optimizer:
+    """torchao's AdamW over parameter groups."""
+    created: torch.optim.Optimizer = _torchao().AdamW8bit(groups, lr=lr, betas=betas, eps=eps)
+    return created
+
+
+def _step_8bit(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """One update at learning rate `rate`."""
+    for group in optimizer.param_groups:
+        group["lr"].fill_(rate)
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()
+
+
+def flat_state(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A parameter's state as plain tensors."""
+    results: dict[str, Tensor] = {}
+    for name, value in entry.items():
+        parts = {f"{name}_{part}": getattr(value, part) for part in PARTS if hasattr(value, part)}
+        results |= parts or {name: value}
+    return results
+
+
+def whole_state(entry: Mapping[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
+    """The reverse of `flat_state`, for the state of `parameter`, on its device."""
+    results = {name: value for name, value in entry.items() if name.rpartition("_")[2] not in PARTS}
+    for name, signed in MOMENTS.items():
+        if f"{name}_codes" in entry:
+            results[name] = _moment(entry[f"{name}_codes"], entry[f"{name}_scale"], signed, parameter)
+    return results
+
+
+def _moment(codes: Tensor, scale: Tensor, signed: bool, parameter: Tensor) -> Tensor:
+    state: Any = _torchao().subclass_8bit.OptimState8bit
+    block = codes.numel() // scale.numel()
+    created: Tensor = state.zeros(parameter.shape, signed, block, parameter.device, dtype=parameter.dtype)
+    for part, value in zip(PARTS, (codes, scale), strict=True):
+        getattr(created, part).copy_(value)
+    return created
+
+
+def _torchao() -> Any:
+    """`torchao.optim`, without the warnings of torchao's other parts about missing kernels that nothing here uses."""
+    logs = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return import_module("torchao.optim")
+    finally:
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)
 
 
 def warmup_steps(config: TrainConfig, total: int) -> int:
@@ -62,7 +135,7 @@ class Optimizer:
         about: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
         self._small: torch.optim.Optimizer | None = None  # for the matrices, with moments of 8 bits
         if config.optimizer_states == "8bit":
-            self._small = eight_bit.adam(groups[:1], **about) if decayed else None
+            self._small = _adamw_8bit(groups[:1], **about) if decayed else None
             groups = groups[1:]
         groups = [group for group in groups if group["params"]]
         self._adam = torch.optim.AdamW(groups, **about, fused=True) if groups else None
@@ -99,7 +172,7 @@ class Optimizer:
 
     def _update(self, rate: float) -> None:
         if self._small is not None:
-            eight_bit.step(self._small, rate)
+            _step_8bit(self._small, rate)
         if self._adam is not None:
             for group in self._adam.param_groups:
                 group["lr"] = rate
@@ -114,14 +187,14 @@ class Optimizer:
         A parameter that never had a gradient has none.
         """
         entries = {name: self._of(parameter).state.get(parameter, {}) for name, parameter in self.masters.items()}
-        flat = {name: eight_bit.flat(entry) for name, entry in entries.items()}
+        flat = {name: flat_state(entry) for name, entry in entries.items()}
         return {f"{name}.{kind}": value for name, entry in flat.items() for kind, value in entry.items()}
 
     def _of(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
         """The optimizer that updates a parameter."""
-        found = self._small if self._small is not None and parameter.dim() >= 2 else self._adam
-        assert found is not None
-        return found
+        result = self._small if self._small is not None and parameter.dim() >= 2 else self._adam
+        assert result is not None
+        return result
 
     @torch.no_grad()
     def load(self, masters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
@@ -142,7 +215,7 @@ class Optimizer:
             release_pages(value)
         for name, entry in moments.items():
             master = self.masters[name]
-            self._of(master).state[master] = eight_bit.whole(entry, master)
+            self._of(master).state[master] = whole_state(entry, master)
 
 
 def global_norm(grads: Mapping[str, Tensor]) -> float:

@@ -4,8 +4,9 @@
     wandb         one run of wandb across restarts, by the id in out/wandb-id; project, host and mode come from the
                   environment (WANDB_PROJECT, WANDB_BASE_URL, WANDB_MODE); the default project is "fp8serve"
 
-A tool that fails, for example because its disk is full or its server is down, gets no more metrics, and the run says
-so. A tool never ends a run or changes a bit of it.
+A tool that fails, for example because its disk is full or its server is down, gets no more metrics, and the run reports
+that. A tool never ends a run or changes a bit of it. A package that is not installed is refused before a run starts,
+without torch.
 """
 
 import os
@@ -13,18 +14,30 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from fp8serve.errors import one_line
+from fp8serve.errors import MachineError, one_line
 from fp8serve.train.events import Event, OnEvent, message
-from fp8serve.train.packages import require_package
 
 if TYPE_CHECKING:
     from fp8serve.train.config import TrainConfig
 
 ReportTool = Literal["tensorboard", "wandb"]
 PROJECT = "fp8serve"
+
+
+def require_package(name: str, needed: str, option: str) -> None:
+    """MachineError: the package is not installed. needed: the beginning of the sentence, which names it."""
+    if find_spec(name) is None:
+        raise MachineError(f"{needed}, which is not installed: pip install 'fp8serve[{name}]', or leave {option} out.")
+
+
+def check_states(config: "TrainConfig") -> None:
+    """MachineError: the optimizer's states need a package that is not installed."""
+    if config.optimizer_states == "8bit":
+        require_package("torchao", "8-bit optimizer states need torchao", "optimizer_states")
 
 
 class Writer(Protocol):

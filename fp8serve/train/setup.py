@@ -29,9 +29,9 @@ from fp8serve.model.stored import matrices_note
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.ranks import ALONE, Ranks
 from fp8serve.train import state
-from fp8serve.train.carry import carried_files
+from fp8serve.train.checkpoint import carried_files
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.data import Item, RowCounts, check_length, fingerprint
+from fp8serve.train.data import Item, RowCounts, check_length, fingerprint, total_steps
 from fp8serve.train.events import OnEvent, message
 from fp8serve.train.export import served_in_fp8
 from fp8serve.train.forward import Forward, Logits
@@ -40,7 +40,6 @@ from fp8serve.train.memory import check_layers
 from fp8serve.train.methods.interface import Method
 from fp8serve.train.methods.table import method_of, reader_of
 from fp8serve.train.optimizer import Optimizer
-from fp8serve.train.order import total_steps
 from fp8serve.train.tokenized import TokenizedData
 
 if TYPE_CHECKING:  # importing FSDP2 takes 0.4 s
@@ -92,13 +91,13 @@ class Setup:
 
     def begun(self, ranks: Ranks) -> "Setup":
         """A copy whose items hold what the method needs to know about the model as it is now."""
-        items, eval_items = (self.method.begin(self.forward, found, ranks) for found in (self.items, self.eval_items))
+        items, eval_items = (self.method.begin(self.forward, result, ranks) for result in (self.items, self.eval_items))
         return replace(self, items=items, eval_items=eval_items)
 
     def kept(self) -> dict[str, Tensor]:
         """What the items hold, for a checkpoint: tensors under `items.` or `eval_items.` and the method's names."""
-        found = {name: self.method.keep(getattr(self, name)) for name in ITEMS}
-        return {f"{name}.{key}": tensor for name, tensors in found.items() for key, tensor in tensors.items()}
+        results = {name: self.method.keep(getattr(self, name)) for name in ITEMS}
+        return {f"{name}.{key}": tensor for name, tensors in results.items() for key, tensor in tensors.items()}
 
     def recalled(self, kept: Mapping[str, Tensor]) -> "Setup":
         """The reverse of `kept`. JobError if `kept` belongs to other items."""
@@ -128,17 +127,17 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent, ranks: Ranks =
     report_data(report, on_event, reader_of(config).lacks)
     eval_items = data.load("eval_data")[0] if config.eval_data else []
     report_overlap(items, eval_items, on_event)
-    kept = () if recipe is None or config.lora_rank else kept_linears(source)
-    if kept:
-        text = f"{len(kept)} linear layers that are not in FP8 in the model are trained in BF16 and stay so"
-        on_event(message("kept", text, kept=len(kept)))
+    retained = () if recipe is None or config.lora_rank else kept_linears(source)
+    if retained:
+        text = f"{len(retained)} linear layers that are not in FP8 in the model are trained in BF16 and stay so"
+        on_event(message("kept", text, kept=len(retained)))
     for note in () if config.lora_rank else matrices_note(open_checkpoint(source), rewritten=True):
         on_event(message("widened", note))
-    sharded = _sharded(config, source, kept, ranks, on_event) if config.fsdp else None
+    sharded = _sharded(config, source, retained, ranks, on_event) if config.fsdp else None
     if sharded is not None:
         forward, parameters = sharded.forward, sharded.shards.masters
     else:
-        decoder = adapted_model(config) if config.lora_rank else _decoder(source, recipe, kept, config)
+        decoder = adapted_model(config) if config.lora_rank else _decoder(source, recipe, retained, config)
         forward = Forward(decoder, None if config.lora_rank else recipe, ranks=ranks, recompute=config.recompute)
         parameters = trained(decoder) if config.lora_rank else dict(decoder.named_parameters())
     if seeded := state.seed_scaling(forward, source):
@@ -159,7 +158,7 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent, ranks: Ranks =
         total_steps=total_steps([item.tokens for item in items], config),
         data_fingerprint=fingerprint(items),
         carry=_nothing if config.lora_rank else carried_files(source),
-        kept_linears=kept,
+        kept_linears=retained,
         sharded=sharded,
     )
 
@@ -169,7 +168,7 @@ def _sharded(
 ) -> "Sharded | None":
     """The model divided among the processes; None if there is one process. JobError: see `check_blocks`."""
     from fp8serve.train.sharded.building import Sharded, described
-    from fp8serve.train.sharded.rows import check_blocks
+    from fp8serve.train.sharded.shards import check_blocks
 
     sharded = Sharded(config, source, kept, ranks) if ranks.in_step else None
     if sharded is not None and config.optimizer_states == "8bit":

@@ -23,8 +23,8 @@ from fp8serve.train.forward import Forward
 from fp8serve.train.optimizer import Optimizer
 
 if TYPE_CHECKING:  # importing FSDP2 takes 0.4 s
-    from fp8serve.train.sharded.asking import Asking
     from fp8serve.train.sharded.building import Sharded
+    from fp8serve.train.sharded.shards import Asking
 
 
 def states(forward: Forward) -> Iterator[tuple[str, ScalingState]]:
@@ -62,12 +62,12 @@ def seed_scaling(forward: Forward, model_dir: Path) -> int:
     path = model_dir / "scales.safetensors"
     keeps_states = delayed(forward.recipe) is not None
     stored = load_scales(path, model_dir).tensors if keeps_states and path.exists() else {}
-    found = {name: state for name, state in states(forward) if name in stored}
-    for name, state in found.items():
+    results = {name: state for name, state in states(forward) if name in stored}
+    for name, state in results.items():
         state.scale.copy_(stored[name].scale)
         if (history := stored[name].amax_history) is not None:
             state.amax_history = history.to(state.scale.device, copy=True)
-    return len(found)
+    return len(results)
 
 
 def capture(

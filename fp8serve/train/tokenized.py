@@ -65,10 +65,10 @@ class TokenizedData:
             return load_items(reader, paths, self.tokenizer, self.config.seq_len, self.config.data_limits)
         file = Path(self.config.out) / FOLDER / f"{name}.safetensors"
         key = self._key(paths, reader) if self.keeps or file.exists() else ""
-        if (found := _read(file, key, reader)) is not None:
-            text = f"{len(found[0])} items of {name} were tokenized by an earlier start of this run"
+        if (result := _read(file, key, reader)) is not None:
+            text = f"{len(result[0])} items of {name} were tokenized by an earlier start of this run"
             self.on_event(message("tokenized", text))
-            return found
+            return result
         items, counts = load_items(reader, paths, self.tokenizer, self.config.seq_len, self.config.data_limits)
         if self.keeps and self._key(paths, reader) == key:  # no file was changed meanwhile
             self._keep(file, key, reader, items, counts)
@@ -76,7 +76,7 @@ class TokenizedData:
 
     def _key(self, paths: Sequence[str], reader: Reader[Any, Any]) -> str:
         parts = {
-            "data": [(given, _digest_of_data(local_file(given))) for given in paths],
+            "data": [(source, _digest_of_data(local_file(source))) for source in paths],
             "tokenizer": [_digest_of_carried(self.source / name) for name in TOKENIZER_FILES],
             "ends": self.tokenizer.eos_ids,
             "options": [self.config.method, self.config.seq_len, self.config.template_date, vars(reader)],
@@ -101,13 +101,13 @@ class TokenizedData:
 def _packed(reader: Reader[Any, Any], items: Sequence[Any]) -> Arrays:
     """See the module. TypeError: what the reader keeps cannot be written."""
     rows = [row for item in items for row in item.rows]
-    kept = [reader.kept(item) for item in items]
+    retained = [reader.kept(item) for item in items]
     return {
         "ids": np.concatenate([row.ids for row in rows]),
         "loss": np.concatenate([row.loss for row in rows]),
         "lengths": np.array([[len(row.ids) for row in item.rows] for item in items], np.int64),
-        "kept": np.frombuffer(b"".join(kept), np.uint8),
-        "kept_lengths": np.array([len(part) for part in kept], np.int64),
+        "kept": np.frombuffer(b"".join(retained), np.uint8),
+        "kept_lengths": np.array([len(part) for part in retained], np.int64),
     }
 
 
@@ -117,8 +117,10 @@ def _unpacked(reader: Reader[Any, Any], arrays: Mapping[str, npt.NDArray[Any]]) 
     starts = ends - lengths.ravel()
     spans = zip(starts.reshape(lengths.shape).tolist(), ends.reshape(lengths.shape).tolist(), strict=True)
     return [
-        reader.recalled(tuple(Row(arrays["ids"][a:b], arrays["loss"][a:b]) for a, b in zip(*span, strict=True)), kept)
-        for span, kept in zip(spans, _pieces(arrays["kept"], arrays["kept_lengths"]), strict=True)
+        reader.recalled(
+            tuple(Row(arrays["ids"][a:b], arrays["loss"][a:b]) for a, b in zip(*span, strict=True)), retained
+        )
+        for span, retained in zip(spans, _pieces(arrays["kept"], arrays["kept_lengths"]), strict=True)
     ]
 
 

@@ -10,15 +10,18 @@ kernels; a resume on a different machine works and says that the bits may differ
     out/run.lock              held while a run lives: two cannot share a directory
 
 Several processes may take the steps of a run together (`Ranks`). All hold the whole model; they divide the microbatches
-of a step (`train.gradients`), held-out rows and references. Only rank 0 writes files, reports events, and tells the
-others what it finds on the disk. The bytes do not depend on the number of processes, so a run may continue with another
-number.
+of a step (`train.train_step`), held-out rows and references. Only rank 0 writes files, reports events, and sends the
+others what it reads from the disk. The bytes do not depend on the number of processes, so a run may continue with
+another number.
 
-The method defines what is minimised (`methods.interface`). The parts of a run are rooms of their own, which share a
-`Course` (`train.progress`): what precedes the first step (`train.beginning`), a step (`train.stepping`), checkpoints
-(`train.saving`, `train.resuming`). A run that ends worse than it began fails (`train.divergence`); with
-on_divergence="return" one that diverges goes back to its last good checkpoint and on with other scales
-(`train.returning`). Other trouble is only reported (`train.health`).
+The method defines what is minimised (`methods.interface`). The parts of a run share a `Course` (`train.run`): a step
+(`train.train_step`), `train.validation`, checkpoints (`train.checkpointing`), and `train.recovery` of a run that has
+diverged, with on_divergence="return". A run that ends worse than it began fails. Other trouble is only reported
+(`train.health`).
+
+With delayed scaling, a base model that brings no histories is first observed for one microbatch in high precision. A
+gradient quantized at scale 1 is mostly below E5M2's smallest number, and zero gradients teach the layers before them no
+scale either: without this, scales would become right one layer a step.
 
 A finished run continues if it is started again with more steps. From there on its learning rate follows the longer
 schedule, so the result differs from that of a run which had this length from the start; an event says so. The model of
@@ -28,6 +31,7 @@ the earlier end is kept as `model-step-N`.
 import dataclasses
 import gc
 import json
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -38,28 +42,109 @@ from typing import Any, Literal
 import torch
 
 from fp8serve.errors import JobError
-from fp8serve.model.storage.files import check_writable, take_lock
+from fp8serve.model.readers import reader_notes
+from fp8serve.model.storage.files import check_writable, read_json, take_lock
 from fp8serve.model.stored import open_checkpoint
 from fp8serve.ranks import ALONE, Ranks
-from fp8serve.train import checkpoint, events, fallback
-from fp8serve.train.beginning import begin
+from fp8serve.train import checkpoint, events, recovery, state
+from fp8serve.train.checkpointing import Saving, dated, identity_of, restore, resume
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.divergence import DivergenceError, Outcome
+from fp8serve.train.data import walk
 from fp8serve.train.events import OnEvent
-from fp8serve.train.finishing import chosen_of, judge, published
+from fp8serve.train.export import export
 from fp8serve.train.health import Health
-from fp8serve.train.identity import dated, identity_of
-from fp8serve.train.measuring import outcome
 from fp8serve.train.methods.interface import Scene
-from fp8serve.train.order import walk
-from fp8serve.train.packages import check_states
-from fp8serve.train.progress import Course, Progress
-from fp8serve.train.reporting import check_installed, reported
-from fp8serve.train.resuming import restore, resume
-from fp8serve.train.returning import go_back, go_back_if_diverged
-from fp8serve.train.saving import Saving
+from fp8serve.train.recovery import go_back, go_back_if_diverged
+from fp8serve.train.reporting import check_installed, check_states, reported
+from fp8serve.train.run import Course, Progress
 from fp8serve.train.setup import check_format, prepare
-from fp8serve.train.stepping import take
+from fp8serve.train.train_step import take_step
+from fp8serve.train.validation import DivergenceError, Outcome, first_loss, outcome, validate_run
+
+
+def begin(course: Course) -> None:
+    """Raises JobError where the model has no finite loss."""
+    warm_scales(course)
+    _begin_method(course)
+    loss = _finite_first_loss(course)
+    course.progress.first_loss = loss if course.setup.method.is_supervised else None
+    _validate_first(course)
+
+
+def warm_scales(course: Course) -> None:
+    """Fills the histories that the base model does not bring with one observed microbatch."""
+    if not any(entry.amax_history.count_nonzero() == 0 for _, entry in state.states(course.setup.forward)):
+        return
+    step, _ = next(walk(course.lengths, course.config, course.progress.cursor, 1))
+    method, microbatches = course.setup.method, course.items(step)
+    weight = method.weight([item for items in microbatches for item in items])
+    course.setup.observe(lambda logits: method.sums(logits, microbatches[0])[0] / weight)
+    text = "Scales start from the amaxes of one pass in high precision"
+    course.on_event(events.message("scales_observed", text))
+
+
+def _begin_method(course: Course) -> None:
+    """Computes what the method needs to know about the model before its first step."""
+    course.setup = course.setup.begun(course.ranks)
+    if course.setup.kept():
+        text = f"The reference: what the model computes for {len(course.setup.items)} items before its first step"
+        course.on_event(events.message("reference", text))
+
+
+def _finite_first_loss(course: Course) -> float:
+    loss = first_loss(course)
+    if not math.isfinite(loss):
+        raise JobError(f"The loss of the first rows is {loss} before any step; check the model's weights and scales.")
+    return loss
+
+
+def _validate_first(course: Course) -> None:
+    """At its end the run is judged by this loss."""
+    if course.setup.eval_items:
+        loss = course.progress.held_out.first = validate_run(course)["valid_loss"]
+        course.on_event(events.message("validated", f"Validation loss before the first step: {loss:.4f}", loss=loss))
+
+
+def chosen_of(config: TrainConfig, latest: Path, best_step: int | None, on_event: OnEvent) -> Path:
+    """The checkpoint that the result is made of: the last one, where that was asked for or the best one is damaged."""
+    best = latest.with_name(f"step-{best_step}")
+    if config.result == "last" or best == latest:
+        return latest
+    if (why := checkpoint.verify(best)) is not None:
+        text = f"The best checkpoint, {best.name}, cannot be used ({why}): the result is made of the last one"
+        on_event(events.message("best_lost", text, level="warn"))
+        return latest
+    return best
+
+
+def judge(config: TrainConfig, chosen: Path, outcome: Outcome, on_event: OnEvent) -> None:
+    """When the run made the model worse: JobError, or a warning if the job keeps the model all the same."""
+    if outcome.problem is None:
+        return
+    if config.on_divergence != "keep":
+        raise JobError(
+            f"{outcome.problem}; lower lr ({config.lr}), or make a model of {chosen} by starting again with "
+            'on_divergence="keep" (--on-divergence keep).'
+        )
+    on_event(events.message("diverged", outcome.problem, level="warn"))
+
+
+def published(config: TrainConfig, chosen: Path, on_event: OnEvent) -> Path:
+    """The model of a checkpoint, in `out/model/`."""
+    model = Path(config.out) / "model"
+    _set_aside(model, chosen)
+    if not model.exists():
+        export(chosen, model)
+        on_event(events.message("exported", f"The trained model is in {model}", path=str(model)))
+        for note in () if config.lora_rank else reader_notes(open_checkpoint(model)):
+            on_event(events.message("readers", note, level="warn"))
+    return model
+
+
+def _set_aside(model: Path, chosen: Path) -> None:
+    """A model of another step of this run keeps its files under another name, because a server may be using them."""
+    if model.exists() and f"step-{(step := read_json(model / 'training.json', JobError)['step'])}" != chosen.name:
+        model.rename(model.with_name(f"model-step-{step}"))
 
 
 @dataclass(frozen=True)
@@ -91,7 +176,7 @@ def _never() -> bool:
 class Trainer:
     """`Trainer(config).run()`; started again with the same configuration it resumes by itself.
 
-    ranks: the processes that take the steps together; each makes a trainer of the same configuration and runs it.
+    ranks: the processes that take_step the steps together; each makes a trainer of the same configuration and runs it.
     """
 
     def __init__(self, config: TrainConfig, ranks: Ranks = ALONE) -> None:
@@ -108,16 +193,16 @@ class Trainer:
         check_states(self.config)
         with self.ranks.together():
             lock = self._taken() if self.ranks.first else nullcontext()
-        telling = reported(self.config, on_event) if self.ranks.first else nullcontext(_ignore)
+        reporting = reported(self.config, on_event) if self.ranks.first else nullcontext(_ignore)
         returns = None
-        with lock, telling as tell, torch.random.fork_rng(devices=[]):
+        with lock, reporting as report, torch.random.fork_rng(devices=[]):
             while True:
                 torch.manual_seed(self.config.seed)
-                run = _Run(self.config, tell, self.ranks, returns)
+                run = _Run(self.config, report, self.ranks, returns)
                 try:
                     return run.to_end(stop)
-                except DivergenceError as found:
-                    why = str(found)
+                except DivergenceError as divergence:
+                    why = str(divergence)
                 finally:
                     run.close()
                 returns = run.go_back(why)
@@ -156,26 +241,26 @@ class _Run:
         self.started = time.monotonic()
         self.came_back = returns is not None
         self.saving = Saving(Path(config.out), ranks, on_event)
-        asked = ranks.by_first(lambda: dated(config, self.saving.latest))
+        settings = ranks.by_first(lambda: dated(config, self.saving.latest))
         saved = ranks.by_first(self.saving.returns)
         with ranks.together():
-            self.course = self._prepared(asked, on_event, ranks, saved if returns is None else returns)
+            self.course = self._prepared(settings, on_event, ranks, saved if returns is None else returns)
         if self.saving.latest is None:
             begin(self.course)
         self.began = self.course.progress.step
         first_loss = self.course.progress.first_loss
         self.health = Health(self.course.setup.forward, on_event, first_loss) if ranks.first else None
 
-    def _prepared(self, asked: TrainConfig, on_event: OnEvent, ranks: Ranks, returns: int) -> Course:
+    def _prepared(self, settings: TrainConfig, on_event: OnEvent, ranks: Ranks, returns: int) -> Course:
         """Reads from the disk what the first step needs."""
-        latest, config = self.saving.latest, fallback.attempt(asked, returns)
-        for tried in fallback.attempts(asked) if asked.on_divergence == "return" else ():
+        latest, config = self.saving.latest, recovery.attempt(settings, returns)
+        for tried in recovery.attempts(settings) if settings.on_divergence == "return" else ():
             check_format(tried)
         if latest is None and not config.lora_rank:  # a checkpoint has all weights in FP32, and the result in FP8
             check_writable(Path(config.out), 5 * open_checkpoint(config.model).num_weights)
         setup = prepare(config, latest or Path(config.model), on_event, ranks)
-        identity = identity_of(asked, setup.data_fingerprint, latest)
-        course = Course(asked, config, ranks, on_event, setup, identity, Progress(returns=returns))
+        identity = identity_of(settings, setup.data_fingerprint, latest)
+        course = Course(settings, config, ranks, on_event, setup, identity, Progress(returns=returns))
         if latest is not None:
             resume(course, latest)
         return course
@@ -199,7 +284,7 @@ class _Run:
                 return self._stopped()
             if self._is_early_end():
                 break
-            loss = take(course, step)
+            loss = take_step(course, step)
             if self.health is not None:
                 self.health.step(course.progress.step, loss)
             course.progress.cursor = cursor
@@ -209,8 +294,8 @@ class _Run:
         go_back_if_diverged(course)
         latest, held_out = self.saving.save(course), course.progress.held_out
         chosen = self._chosen(latest)
-        found = outcome(course, held_out.last if chosen == latest else held_out.best)
-        return ranks.by_first(lambda: self._finished(chosen, found))
+        result = outcome(course, held_out.last if chosen == latest else held_out.best)
+        return ranks.by_first(lambda: self._finished(chosen, result))
 
     def go_back(self, why: str) -> int:
         """See `returning.go_back`."""
@@ -247,7 +332,7 @@ class _Run:
 
     def _finished(self, chosen: Path, found: Outcome) -> TrainResult:
         course = self.course
-        judge(course.asked, chosen, found, course.on_event)
+        judge(course.job, chosen, found, course.on_event)
         return self._result("succeeded", str(published(course.config, chosen, course.on_event)))
 
     def _result(self, status: Literal["succeeded", "stopped"], model: str | None) -> TrainResult:

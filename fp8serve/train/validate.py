@@ -19,12 +19,11 @@ from fp8serve.model.text.data_files import DataLimits, Rows, read_source
 from fp8serve.model.text.examples import some
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.data import Item, Row, RowCounts, check_length, nothing_to_learn
+from fp8serve.train.data import Item, Row, RowCounts, check_length, epoch_steps, nothing_to_learn, total_steps
 from fp8serve.train.memory import check_layers, memory_estimate
 from fp8serve.train.methods.interface import Reader
 from fp8serve.train.methods.table import reader_of
-from fp8serve.train.order import epoch_steps, total_steps
-from fp8serve.train.packages import check_states
+from fp8serve.train.reporting import check_states
 
 MAX_LISTED = 100  # bad lines described one by one
 TOGETHER = 64  # examples that are tokenized at once
@@ -70,9 +69,9 @@ def validate(config: TrainConfig, processes: int = 1) -> ValidationReport:
     check_length(config.seq_len, model)
     check_layers(config, model)
     check_states(config)
-    found = look_at_data(config)
-    memory = memory_estimate(model, config, found.microbatch_tokens, found.trainable_fraction, processes)
-    return ValidationReport(**vars(found), memory_bytes=memory)
+    result = look_at_data(config)
+    memory = memory_estimate(model, config, result.microbatch_tokens, result.trainable_fraction, processes)
+    return ValidationReport(**vars(result), memory_bytes=memory)
 
 
 def read_files(config: TrainConfig, files: Sequence[str]) -> None:
@@ -86,17 +85,17 @@ def some_rows(config: TrainConfig, files: Sequence[str], most: int) -> list[Row]
     """The first rows of files, with at most `most` tokens together; of a pair, the row of the better answer. Bad rows
     are skipped, and no more is read than is needed."""
     tokenizer, reader = Tokenizer.from_dir(config.model, config.today), reader_of(config)
-    found: list[Row] = []
+    results: list[Row] = []
     for _, _, example in (e for name in files for e in _examples(reader, name, config.data_limits)):
         try:
             items = [] if isinstance(example, DataError) else reader.items([example], tokenizer, config.seq_len)[0]
         except DataError:
             continue
         for row in (item.rows[0] for item in items):
-            if sum(r.tokens for r in found) + row.tokens > most:
-                return found
-            found.append(row)
-    return found
+            if sum(r.tokens for r in results) + row.tokens > most:
+                return results
+            results.append(row)
+    return results
 
 
 def look_at_data(config: TrainConfig) -> DataReport:
@@ -143,8 +142,8 @@ def _good_items(
     reader, report = reader_of(config), RowCounts(0, 0, 0, 0, 0, 0)
     examples = (e for name in files for e in _examples(reader, name, config.data_limits))
     while group := list(islice(examples, TOGETHER)):
-        for made, counts in _items(group, lambda found: reader.items(found, tokenizer, config.seq_len), bad):
-            items += made
+        for created, counts in _items(group, lambda result: reader.items(result, tokenizer, config.seq_len), bad):
+            items += created
             report = RowCounts(*(getattr(report, name) + getattr(counts, name) for name in _COUNTS))
     if files and not items and bad.count == before:
         bad.add(files[0], None, nothing_to_learn(reader, report.examples, files, config.seq_len))
@@ -153,14 +152,14 @@ def _good_items(
 
 def _items(group: Sequence["_Found"], make: "_Make", bad: _BadLines) -> Iterator[tuple[list[Item], RowCounts]]:
     """Those of a whole group, whose conversations are then rendered together, or of each example if one is bad."""
-    examples = [found for *_, found in group]
-    problem = next((str(found) for found in examples if isinstance(found, DataError)), "")
+    examples = [result for *_, result in group]
+    problem = next((str(result) for result in examples if isinstance(result, DataError)), "")
     try:
-        made = None if problem else make(examples)
+        created = None if problem else make(examples)
     except DataError as error:
-        made, problem = None, str(error)
-    if made is not None:
-        yield made
+        created, problem = None, str(error)
+    if created is not None:
+        yield created
     elif len(group) == 1:
         bad.add(*group[0][:2], problem)
     else:
@@ -173,17 +172,17 @@ _COUNTS = [field.name for field in dataclasses.fields(RowCounts)]
 _Found = tuple[str, int | None, Any]
 
 
-def _examples(reader: Reader[Any, Any], given: str, limits: DataLimits) -> Iterator[_Found]:
+def _examples(reader: Reader[Any, Any], argument: str, limits: DataLimits) -> Iterator[_Found]:
     """(file, line, example), with an error in place of each row that is no example, and of what cannot be read."""
     try:
-        source = read_source(given, reader.columns, limits)
+        source = read_source(argument, reader.columns, limits)
         if isinstance(source, Rows):
-            rows = ((given, number, _parse(reader, row, f"{given}:{number}")) for number, row in source.rows)
-            yield from some(rows, given)
+            rows = ((argument, number, _parse(reader, row, f"{argument}:{number}")) for number, row in source.rows)
+            yield from some(rows, argument)
         else:
-            yield from ((given, None, example) for example in reader.file(given, limits))
+            yield from ((argument, None, example) for example in reader.file(argument, limits))
     except DataError as error:
-        yield given, None, error
+        yield argument, None, error
 
 
 def _parse(reader: Reader[Any, Any], row: str | Mapping[str, Any], where: str) -> Any:

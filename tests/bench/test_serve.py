@@ -15,8 +15,7 @@ import pytest
 
 from fp8serve.bench import serve
 from fp8serve.bench.options import Load
-from fp8serve.bench.prompts import Prompt, body, prompts
-from fp8serve.bench.traffic import Outcome, times
+from fp8serve.bench.serve import Outcome, Prompt, body, prompts, times
 from fp8serve.cli import main
 from fp8serve.errors import DataError, Fp8ServeError, JobError, ServerError
 from tests.client.fake import FakeServer, Said, delta, says, streams

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from fp8serve.bench import clock, engine, monitor, ops, speculation, training_step
-from fp8serve.bench.entries import MAKERS, BenchCase, others
+from fp8serve.bench import engine, figures, ops, training
+from fp8serve.bench.ops import MAKERS, BenchCase, others
 from fp8serve.cli import main
 from fp8serve.fp8.ops import OPS
 from tests.engine.tiny import write_model
@@ -28,15 +28,15 @@ def test_candidates_take_turns_and_the_fastest_call_counts(monkeypatch: pytest.M
         order.append(name)
         now[0] += next(costs[name])
 
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
-    found = clock.fastest({"a": lambda: call("a"), "b": lambda: call("b")}, 0.0)
+    monkeypatch.setattr(figures.time, "perf_counter", lambda: now[0])
+    found = figures.fastest({"a": lambda: call("a"), "b": lambda: call("b")}, 0.0)
     assert found == {"a": 1.0, "b": 4.0}
     assert "".join(order) == "abababab"
 
 
 @pytest.mark.parametrize(("share", "value"), [(0.0, 1), (0.5, 2), (0.9, 4), (1.0, 4)])
 def test_percentiles(share: float, value: int) -> None:
-    assert clock.percentile([3, 1, 4, 2], share) == value
+    assert figures.percentile([3, 1, 4, 2], share) == value
 
 
 def test_every_op_is_measured() -> None:
@@ -67,7 +67,7 @@ def test_figures_of_one_op() -> None:
 
 
 def test_the_monitors_share_of_a_step() -> None:
-    found = monitor.summary({"without": [0.10, 0.20, 0.11], "with": [0.101, 0.202, 0.113]})
+    found = training.monitor_summary({"without": [0.10, 0.20, 0.11], "with": [0.101, 0.202, 0.113]})
     assert found["fastest_share_percent"] == pytest.approx(1.0)
     assert found["median_share_percent"] == pytest.approx(100 * 0.002 / 0.11)
     assert (found["fastest_with_ms"], found["median_without_ms"]) == pytest.approx((101.0, 110.0))
@@ -78,20 +78,20 @@ def test_the_monitor_is_on_in_every_other_round(
 ) -> None:
     counted: list[int] = []
 
-    class Watched(monitor.Monitor):
+    class Watched(training.Monitor):
         def step(self) -> list[Any]:
             readings = super().step()
             counted.append(len([r for r in readings if r.zeros is not None]))
             return readings
 
-    monkeypatch.setattr(monitor, "Monitor", Watched)
+    monkeypatch.setattr(training, "Monitor", Watched)
     assert main(["bench", "monitor", "--hidden-size", "64", "--layers", "1", "--every", "2", "--rounds", "2"]) == 0
     assert counted == [7 * 3] * 4  # input, weight and gradient of seven linears; counted in the first of two steps
     assert "fastest" in capsys.readouterr().out
 
 
 def test_steps_against_bf16() -> None:
-    found = training_step.summary({"bf16": [0.2, 0.3, 0.4], "delayed": [0.1, 0.3, 0.5]})
+    found = training.step_summary({"bf16": [0.2, 0.3, 0.4], "delayed": [0.1, 0.3, 0.5]})
     assert found["bf16"]["fastest_x_bf16"] == found["bf16"]["median_x_bf16"] == 1.0
     assert found["delayed"]["fastest_x_bf16"] == pytest.approx(2.0)
     assert found["delayed"]["median_x_bf16"] == pytest.approx(1.0)  # of 2, 1 and 0.8
@@ -102,14 +102,14 @@ def test_a_step_of_every_kind_trains_the_same_model(monkeypatch: pytest.MonkeyPa
     recipes: list[Any] = []
     losses: list[float] = []
 
-    class Seen(training_step.Forward):
+    class Seen(training.Forward):
         def logits(self, batch: Any) -> Any:
             logits = super().logits(batch)
             recipes.append(self.recipe)
             losses.append(float(torch.nn.functional.cross_entropy(logits.detach(), batch.targets)))
             return logits
 
-    monkeypatch.setattr(training_step, "Forward", Seen)
+    monkeypatch.setattr(training, "Forward", Seen)
     arguments = ["--hidden-size", "64", "--layers", "1", "--vocab-size", "256", "--rows", "1", "--rounds", "2"]
     assert main(["bench", "step", "--recipe", "delayed", "--recipe", "block", *arguments]) == 0
     assert [type(r).__name__ for r in recipes] == ["NoneType", "DelayedScaling", "Float8BlockScaling"] * 3
@@ -134,12 +134,12 @@ def test_speculation_counts_by_pairs() -> None:
         return [{"tokens": tokens, "seconds": s, "drafted": 8, "accepted": 4, "steps": 6} for s in seconds]
 
     pairs = [list(pair) for pair in zip(runs([1] * 11, 2.0, 8.0, 3.0), runs([1] * 11, 1.0, 2.0, 3.0), strict=True)]
-    found = speculation.summary(pairs)
+    found = engine.summary(pairs)
     assert found["times_plain"] == pytest.approx(2.0)  # of 2, 4 and 1
     assert (found["plain_tokens_per_second"], found["speculative_tokens_per_second"]) == pytest.approx((5.0, 10.0))
     assert found["same_answer"]
     pairs[0][1]["tokens"] = [2] * 11
-    assert not speculation.summary(pairs)["same_answer"]
+    assert not engine.summary(pairs)["same_answer"]
 
 
 def test_goals_stand_beside_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_goals_stand_beside_the_figures(monkeypatch: pytest.MonkeyPatch) -> None
         for name, ours, theirs, goal in (("a", fast, slow, 2.0), ("b", fast, slow, 9.0), ("c", fast, slow, None)):
             yield BenchCase(name, "1", ours, theirs, 1.0, goal=goal)
 
-    monkeypatch.setattr(clock.time, "perf_counter", partial(passes, 0.01))
+    monkeypatch.setattr(figures.time, "perf_counter", partial(passes, 0.01))
     monkeypatch.setattr(ops, "MAKERS", (maker,))
     monkeypatch.setattr(ops, "others", lambda measured: iter(()))
     reached = {row["op"]: row["reached"] for row in ops.measure(0.01, ignore)["ops"]}
@@ -163,7 +163,7 @@ def test_goals_stand_beside_the_figures(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_goals_of_the_speed_table_are_set() -> None:
-    from fp8serve.bench.entries import LINEAR, casts
+    from fp8serve.bench.ops import LINEAR, casts
 
     assert [goal for goal in LINEAR.values() if goal] == [4.0, 3.0, 2.0, 2.0, 1.0, 1.0]
     assert [(entry.op, entry.goal) for entry in casts() if entry.goal] == [("quantize", 10.0)]

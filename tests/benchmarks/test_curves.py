@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.order import Cursor, walk
+from fp8serve.train.data import Cursor, walk
 from tests.tiny import write_tiny_model
 
 ROOT = Path(__file__).parents[2]

@@ -211,7 +211,7 @@ def test_a_weight_that_rounding_made_another_is_named() -> None:
 def test_an_evaluation_says_that_the_cost_is_high() -> None:
     dear = dataclasses.replace(calm().quality, kl_divergence=0.05)
     first = evaluation_findings(evaluation(calm(), quality=dear))[0]
-    assert first == Finding("FP8 moves the model's predictions by 0.05 nats per token, which is much.", trouble=True)
+    assert first == Finding("FP8 moves the model's predictions by 0.05 nats per token, which is high.", trouble=True)
 
 
 def test_an_input_whose_range_one_batch_decides_is_named() -> None:

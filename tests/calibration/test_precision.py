@@ -11,7 +11,7 @@ import transformers
 from fp8serve.calibration.pipeline import calibrate
 from fp8serve.calibration.reports.page import html_report
 from fp8serve.calibration.reports.tables import summary_table
-from fp8serve.calibration.result import CalibrationReport, KeptReport, Quality
+from fp8serve.calibration.result import CalibrationReport, LinearGroup, Quality
 from fp8serve.calibration.techniques.precision import Target, fewest, groups, left_out
 from fp8serve.engine.engine import Engine
 from fp8serve.errors import Fp8ServeError, RecipeError
@@ -116,11 +116,11 @@ def test_it_goes_with_rounding_and_healing(model_dir: Path, tmp_path: Path) -> N
 
 
 def test_the_fewest_are_found() -> None:
-    candidates = [KeptReport((str(i),), 1, 1.0) for i in range(20)]
+    candidates = [LinearGroup((str(i),), 1, 1.0) for i in range(20)]
     asked: list[int] = []
 
     def needs(target: Target) -> int:
-        def enough(kept: Sequence[KeptReport]) -> bool:
+        def enough(kept: Sequence[LinearGroup]) -> bool:
             asked.append(len(kept))
             return target.is_met(Quality(10, 11.0, 10.0, 1.0 - len(kept) / 20, 0.5))
 

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from fp8serve.cli import main
-from fp8serve.commands import job_series
+from fp8serve.commands import jobs
 from tests.client.fake import EVENTS, FakeServer, Said, says
 
 JOB: dict[str, Any] = {
@@ -292,15 +292,15 @@ def test_wrong_usage(args: list[str]) -> None:
 def test_losses_are_drawn_for_a_person_at_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job_series.show_chart(SERIES)
+    jobs.show_chart(SERIES)
     assert capsys.readouterr().out == ""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    job_series.show_chart([])
-    job_series.show_chart(SERIES)
+    jobs.show_chart([])
+    jobs.show_chart(SERIES)
     assert capsys.readouterr().out.splitlines()[-1].split()[1:] == ["training", "o", "validation"]
 
 
 def test_as_many_metrics_as_are_named_are_drawn() -> None:
     names = [f"metric {n}" for n in range(7)]
-    drawn = job_series.chart([{"step": step, **dict.fromkeys(names, step)} for step in range(3)], names)
+    drawn = jobs.chart([{"step": step, **dict.fromkeys(names, step)} for step in range(3)], names)
     assert [name for name in names if name in drawn] == names

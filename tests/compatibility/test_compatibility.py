@@ -28,9 +28,7 @@ from fp8serve.model.checkpoint import (
 from fp8serve.model.config.wrappers import read_text_config
 from fp8serve.model.formats import FORMATS
 from fp8serve.model.network.experts import rows_of_experts
-from fp8serve.train.batch import PackedBatch
-from fp8serve.train.forward import Forward
-from fp8serve.train.target_log_probs import summed_loss
+from fp8serve.train.forward import Forward, PackedBatch, summed_loss
 from tests.compatibility.cases import NAMES, NOT_READ_BY_TRANSFORMERS, make
 from tests.model.oracle import SIZES, all_logits, write_tokenizer
 

@@ -27,7 +27,7 @@ from fp8serve.model.storage.headers import require_finite
 from fp8serve.model.storage.opening import open_file, open_member, real_path
 from fp8serve.model.storage.shards import open_shards, read_header
 from fp8serve.model.text.tokenizer import Tokenizer
-from fp8serve.train.identity import model_digest
+from fp8serve.train.checkpointing import model_digest
 from tests.tiny import write_tiny_model
 
 SECRET = "not for strangers"
@@ -227,7 +227,7 @@ OTHERS = {
     "model/gguf/reader.py": "the GGUF file that a person named, whose kind `open_file` has checked",
     "engine/client.py": "/proc",
     "engine/grammar.py": "the engine's own temporary file",
-    "train/event_log.py": "writes",
+    "train/events.py": "writes",
     "train/finetune.py": "writes",
     "train/group.py": "the run's own processes",
     "train/reporting.py": "wandb's id, which the run wrote",
@@ -254,7 +254,7 @@ def _opens(tree: ast.AST) -> bool:
 
 
 def test_every_file_that_is_carried_over_is_read_there(model: Path, secret: Path, tmp_path: Path) -> None:
-    from fp8serve.train.carry import carried_files
+    from fp8serve.train.checkpoint import carried_files
 
     for name in CARRIED:
         if name.endswith((".jinja", ".txt", ".model")):

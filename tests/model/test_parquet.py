@@ -15,8 +15,8 @@ from pyarrow import parquet as writer
 from fp8serve.errors import DataError
 from fp8serve.model.text.data_files import DataLimits
 from fp8serve.model.text.examples import ChatExample, PromptExample, read_examples
-from fp8serve.train.methods.dpo.pairs import read_pairs
-from fp8serve.train.methods.grpo.prompts import read_prompts
+from fp8serve.train.methods.dpo.data import read_pairs
+from fp8serve.train.methods.grpo.data import read_prompts
 from tests.model.test_tables import CHAT, write
 
 FAR = 1 << 61  # microseconds since 1970: about the year 73,000

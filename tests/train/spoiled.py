@@ -5,14 +5,14 @@ from typing import Any
 import torch
 
 from fp8serve.fp8.recipe import DelayedScaling
-from fp8serve.train import stepping
+from fp8serve.train import train_step
 
 WHEN = {0: 5, 2: 8}  # margin -> the number of steps before the one that spoils
-_REAL = stepping.accumulate
+_REAL = train_step.accumulate_gradients
 
 
 def spoiled(method: Any, forward: Any, optimizer: Any, *rest: Any, **named: Any) -> list[float]:
-    """`accumulate`, and then other weights where it is time."""
+    """`accumulate_gradients`, and then other weights where it is time."""
     means = _REAL(method, forward, optimizer, *rest, **named)
     step, recipe = int(named["seed"].split(":")[1]), forward.recipe
     if isinstance(recipe, DelayedScaling) and WHEN.get(recipe.margin) == step:
@@ -24,4 +24,4 @@ def spoiled(method: Any, forward: Any, optimizer: Any, *rest: Any, **named: Any)
 
 def spoil() -> None:
     """In this process, from now on."""
-    stepping.accumulate = spoiled
+    train_step.accumulate_gradients = spoiled

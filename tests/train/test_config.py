@@ -78,7 +78,7 @@ def test_recipe_options_make_the_recipe() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "not JSON"),
+        ("{", "not valid JSON"),
         ("[]", "JSON object"),
         (json.dumps({**REQUIRED, "learning_rate": 1}), "'learning_rate'"),
         ('{"model": "m"}', "'data'"),

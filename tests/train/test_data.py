@@ -10,9 +10,9 @@ from fp8serve.errors import DataError, ModelError
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.text.examples import PromptExample, TextExample
 from fp8serve.model.text.tokenizer import Tokenizer
-from fp8serve.train.batch import collate
 from fp8serve.train.data import check_length, fingerprint, load_items
-from fp8serve.train.methods.sft.reader import SftReader
+from fp8serve.train.forward import collate
+from fp8serve.train.methods.supervised import SftReader
 
 from .conftest import TEXTS, write_lines
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fp8serve.train.divergence import RISE, Outcome
+from fp8serve.train.validation import RISE, Outcome
 
 NAN, INF = float("nan"), float("inf")
 

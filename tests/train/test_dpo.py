@@ -13,12 +13,11 @@ from torch import Tensor
 
 from fp8serve.errors import DataError, JobError
 from fp8serve.model.text.tokenizer import Tokenizer
-from fp8serve.train.batch import PackedBatch
 from fp8serve.train.config import TrainConfig
+from fp8serve.train.forward import PackedBatch
 from fp8serve.train.log_probs import log_probs
+from fp8serve.train.methods.dpo.data import DpoReader, Pair, pair_of, read_pairs
 from fp8serve.train.methods.dpo.method import Dpo
-from fp8serve.train.methods.dpo.pairs import pair_of, read_pairs
-from fp8serve.train.methods.dpo.reader import DpoReader, Pair
 from fp8serve.train.trainer import Trainer
 from fp8serve.train.validate import validate
 

@@ -18,8 +18,7 @@ from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.model.checkpoint import load_scales, load_servable, load_trainable
 from fp8serve.model.network.experts import Experts, mixtures
-from fp8serve.train.batch import collate
-from fp8serve.train.forward import Forward, mean_loss
+from fp8serve.train.forward import Forward, collate, mean_loss
 from fp8serve.train.scratch import random_weights
 from fp8serve.train.trainer import Trainer
 

@@ -18,9 +18,9 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling, Format
 from fp8serve.model.checkpoint import kv_scales, load_scales, load_servable
 from fp8serve.train import checkpoint, state
-from fp8serve.train.batch import collate
 from fp8serve.train.data import Row
 from fp8serve.train.export import export
+from fp8serve.train.forward import collate
 from fp8serve.train.log_probs import log_probs
 from fp8serve.train.setup import Setup, prepare
 from fp8serve.train.trainer import Trainer, TrainResult

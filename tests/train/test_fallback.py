@@ -10,7 +10,7 @@ import torch
 
 from fp8serve.errors import JobError
 from fp8serve.fp8.recipe import MAX_MARGIN
-from fp8serve.train import checkpoint, fallback, job_process, stepping
+from fp8serve.train import checkpoint, job_process, recovery, train_step
 from fp8serve.train.trainer import Trainer
 
 from .conftest import Configure
@@ -33,7 +33,7 @@ def steps(events: list[dict[str, Any]]) -> list[tuple[int, int]]:
 
 @pytest.fixture
 def spoils(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stepping, "accumulate", spoiled)
+    monkeypatch.setattr(train_step, "accumulate_gradients", spoiled)
 
 
 def test_it_tries_a_larger_margin_then_current_scaling(configure: Configure, spoils: None) -> None:
@@ -59,12 +59,12 @@ def test_what_it_goes_back_to_is_what_it_was_apart_from_the_margin(
 ) -> None:
     """It takes the same steps as a run with the larger margin from that checkpoint on; the scales change at once."""
     monkeypatch.setattr("tests.train.spoiled.WHEN", {0: 5})
-    monkeypatch.setattr(stepping, "accumulate", spoiled)
+    monkeypatch.setattr(train_step, "accumulate_gradients", spoiled)
     config = configure(**RETURN)
     Trainer(config).run(stop=after(4))
     saved = checkpoint.read_checkpoint(Path(config.out) / "checkpoints" / "step-4").scaling
-    now = fallback.attempt(config, 1)
-    scaled = fallback.rescaled(saved, config, now)
+    now = recovery.attempt(config, 1)
+    scaled = recovery.rescaled(saved, config, now)
     assert (config.recipe_options, now.recipe_options) == ({}, {"margin": 2})
     for name, tensor in saved.items():
         assert torch.equal(scaled[name], tensor / 4 if name.endswith(".scale") else tensor)
@@ -173,12 +173,12 @@ def test_what_cannot_go_back_is_refused(configure: Configure, options: dict[str,
 
 def test_the_tries(configure: Configure) -> None:
     def tries(**options: Any) -> list[str]:
-        return [fallback.described(c) for c in fallback.attempts(configure(**options))]
+        return [recovery.described(c) for c in recovery.attempts(configure(**options))]
 
     assert tries() == ["margin 0", "margin 2", "current scaling"]
     assert tries(recipe_options={"margin": MAX_MARGIN - 1}) == ["margin 7", "margin 8", "current scaling"]
     assert tries(recipe_options={"margin": MAX_MARGIN}) == ["margin 8", "current scaling"]
     assert tries(recipe="block") == ["block scaling"]
     all_kept = {"fp8_dpa": True, "interval": 2, "power_2_scale": True, "amax_compute_algo": "most_recent"}
-    current = fallback.attempt(configure(recipe_options=all_kept), 9)
+    current = recovery.attempt(configure(recipe_options=all_kept), 9)
     assert (current.recipe_options, current.amax_history_len) == ({"fp8_dpa": True}, None)

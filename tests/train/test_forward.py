@@ -15,11 +15,9 @@ from fp8serve.fp8.conversion import convert
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, from_name
 from fp8serve.model.checkpoint import load_trainable
 from fp8serve.model.network.decoder import Decoder
-from fp8serve.train.batch import collate
 from fp8serve.train.data import Row
-from fp8serve.train.forward import Forward, mean_loss
+from fp8serve.train.forward import Forward, collate, mean_loss, summed_loss
 from fp8serve.train.state import scaling_tensors, states
-from fp8serve.train.target_log_probs import summed_loss
 
 
 def row(seed: int, tokens: int, masked: int = 0) -> Row:

@@ -19,16 +19,14 @@ from fp8serve.fp8.own_linear import own_products
 from fp8serve.model.checkpoint import load_servable
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train import checkpoint, state
-from fp8serve.train.batch import PackedBatch
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Row
+from fp8serve.train.forward import PackedBatch
 from fp8serve.train.methods.grpo import grading
+from fp8serve.train.methods.grpo.data import GrpoReader, prompt_of, read_prompts
 from fp8serve.train.methods.grpo.grading import Answer, FileGrader, UrlGrader
-from fp8serve.train.methods.grpo.loss import advantages, token_shares
-from fp8serve.train.methods.grpo.method import Graded, Group, Grpo
-from fp8serve.train.methods.grpo.prompts import prompt_of, read_prompts
-from fp8serve.train.methods.grpo.reader import GrpoReader
-from fp8serve.train.served_state import served_state
+from fp8serve.train.methods.grpo.method import Graded, Group, Grpo, advantages, token_shares
+from fp8serve.train.methods.grpo.rollouts import served_state
 from fp8serve.train.setup import prepare
 from fp8serve.train.trainer import Trainer
 from fp8serve.train.validate import validate

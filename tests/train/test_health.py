@@ -66,7 +66,7 @@ def test_a_run_that_diverges_says_what_happens(configure: Configure) -> None:
 @pytest.mark.filterwarnings("ignore:.*evaluated under delayed scaling with scale 1:UserWarning")
 def test_gradients_at_scale_1_underflow(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is why a run observes its first microbatch before it begins."""
-    monkeypatch.setattr("fp8serve.train.beginning.warm_scales", lambda course: None)
+    monkeypatch.setattr("fp8serve.train.trainer.warm_scales", lambda course: None)
     events: list[dict[str, Any]] = []
     Trainer(configure(max_steps=1, on_divergence="keep")).run(events.append)
     (told_of,) = [e for e in events if e.get("code") == "underflow"]

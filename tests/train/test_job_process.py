@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fp8serve.train import checkpoint, job_process
-from fp8serve.train.event_log import EventLog
+from fp8serve.train.events import EventLog
 from fp8serve.train.job_process import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
 from tests.patience import PATIENCE
 

@@ -16,11 +16,9 @@ from fp8serve.fp8.own_linear import own_products
 from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.fp8.served_attention import KvScale
 from fp8serve.model.checkpoint import kv_scales, load_trainable
-from fp8serve.train.batch import collate
 from fp8serve.train.data import Row
-from fp8serve.train.forward import Forward
+from fp8serve.train.forward import Forward, collate, summed_loss
 from fp8serve.train.log_probs import log_probs
-from fp8serve.train.target_log_probs import summed_loss
 from tests.engine.tiny import write_model, write_scales
 
 pytestmark = pytest.mark.skipif(not own_products("cpu"), reason="the CPU kernels are not built")

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.order import Cursor, Step, epoch_steps, permutation, total_steps, walk
+from fp8serve.train.data import Cursor, Step, epoch_steps, permutation, total_steps, walk
 
 
 def config(**values: object) -> TrainConfig:

@@ -18,8 +18,8 @@ from fp8serve.ranks import Ranks
 from fp8serve.server.finetuning.job_runner import WORKER, worker_command
 from fp8serve.train import job_process
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.exchange import Exchange
 from fp8serve.train.job_process import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
+from fp8serve.train.train_step import Exchange
 from fp8serve.train.trainer import Trainer
 from tests.fp8.distributed.ranks import on_ranks
 from tests.patience import PATIENCE, until

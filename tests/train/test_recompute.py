@@ -11,8 +11,7 @@ from fp8serve.errors import JobError
 from fp8serve.fp8.conversion import convert
 from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.model.checkpoint import load_trainable
-from fp8serve.train.batch import collate
-from fp8serve.train.forward import Forward, mean_loss
+from fp8serve.train.forward import Forward, collate, mean_loss
 from fp8serve.train.state import scaling_tensors
 from fp8serve.train.trainer import Trainer
 from fp8serve.train.validate import validate

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fp8serve.errors import MachineError
-from fp8serve.train import packages
+from fp8serve.train import reporting
 from fp8serve.train.reporting import reported
 from fp8serve.train.trainer import Trainer
 
@@ -53,7 +53,7 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> Calls:
         module = ModuleType(name)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(packages, "find_spec", lambda name: name)
+    monkeypatch.setattr(reporting, "find_spec", lambda name: name)
     return calls
 
 
@@ -107,7 +107,7 @@ def test_a_tool_that_fails_is_left_out_and_changes_no_byte(
 def test_a_tool_that_is_not_installed_is_said_before_any_work(
     tool: str, configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packages, "find_spec", lambda name: None)
+    monkeypatch.setattr(reporting, "find_spec", lambda name: None)
     config = configure(report_to=[tool])
     with pytest.raises(MachineError, match=rf"pip install 'fp8serve\[{tool}\]'"):
         Trainer(config).run()

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from fp8serve.errors import JobError
 from fp8serve.model.storage.files import save_tensors, take_lock
-from fp8serve.train import checkpoint, identity, job_process
+from fp8serve.train import checkpoint, checkpointing, job_process
 from fp8serve.train.trainer import Trainer
 from tests.patience import PATIENCE
 
@@ -83,11 +83,11 @@ def test_another_model_in_the_same_directory_is_refused(configure: Configure, tm
 
 def test_another_tokenizer_or_template_is_another_model(model_dir: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(model_dir, tmp_path / "copy"))
-    assert identity.model_digest(copy) == identity.model_digest(model_dir)
+    assert checkpointing.model_digest(copy) == checkpointing.model_digest(model_dir)
     config = json.loads((copy / "tokenizer_config.json").read_text())
     (copy / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": "{{ messages[0].content }}"}))
-    assert identity.model_digest(copy) != identity.model_digest(model_dir)
-    assert identity.model_digest(tmp_path / "gone") is None
+    assert checkpointing.model_digest(copy) != checkpointing.model_digest(model_dir)
+    assert checkpointing.model_digest(tmp_path / "gone") is None
 
 
 def _hold(path: Path, ready: Any, release: Any) -> None:
@@ -166,7 +166,7 @@ def test_a_run_keeps_its_day(configure: Configure, monkeypatch: pytest.MonkeyPat
         def today(cls) -> date:  # type: ignore[override]
             return day[0]
 
-    monkeypatch.setattr(identity, "date", Today)
+    monkeypatch.setattr(checkpointing, "date", Today)
     Trainer(configure(max_steps=4, save_every=1)).run(stop=after(2))
     day[0] = date(2026, 2, 1)
     result = Trainer(configure(max_steps=4, save_every=1)).run()
@@ -186,7 +186,7 @@ def test_a_template_with_a_date_trains_the_same_text_on_another_day(
     config["chat_template"] = "{{ '<|system|>' + strftime_now('%d %b %Y') + '<|end|>' }}" + config["chat_template"]
     (base / "tokenizer_config.json").write_text(json.dumps(config))
     job = configure(model=str(base), max_steps=4, save_every=1)
-    monkeypatch.setattr(identity, "date", _Day)
+    monkeypatch.setattr(checkpointing, "date", _Day)
     Trainer(job).run(stop=after(2))
     monkeypatch.undo()  # the real today is another day
     assert Trainer(job).run().status == "succeeded"

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from fp8serve.train import target_log_probs as module
-from fp8serve.train.target_log_probs import summed_loss, target_log_probs
+from fp8serve.train import forward as module
+from fp8serve.train.forward import summed_loss, target_log_probs
 
 
 @pytest.fixture(autouse=True)

@@ -17,12 +17,11 @@ from fp8serve.errors import DataError
 from fp8serve.model.storage import files
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train import tokenized
+from fp8serve.train.checkpointing import dated
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Row, RowCounts
-from fp8serve.train.identity import dated
-from fp8serve.train.methods.grpo.prompts import PromptExample
-from fp8serve.train.methods.grpo.reader import Prompt
-from fp8serve.train.methods.sft.reader import SftReader
+from fp8serve.train.methods.grpo.data import Prompt, PromptExample
+from fp8serve.train.methods.supervised import SftReader
 from fp8serve.train.tokenized import TokenizedData
 from fp8serve.train.trainer import Trainer
 

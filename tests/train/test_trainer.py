@@ -15,10 +15,10 @@ from fp8serve.errors import JobError
 from fp8serve.model.checkpoint import TensorScale, load_scales
 from fp8serve.model.readers import SPELLING
 from fp8serve.model.text.tokenizer import Tokenizer
-from fp8serve.train import checkpoint, resuming, setup, stepping
+from fp8serve.train import checkpoint, checkpointing, setup, train_step
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import load_items
-from fp8serve.train.methods.sft.reader import SftReader
+from fp8serve.train.methods.supervised import SftReader
 from fp8serve.train.optimizer import Optimizer
 from fp8serve.train.trainer import Trainer
 
@@ -172,7 +172,7 @@ def test_ten_skipped_steps_in_a_row_end_the_job(configure: Configure, monkeypatc
 
 
 def spoil_gradients(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
-    real, count = stepping.accumulate, itertools.count(1)
+    real, count = train_step.accumulate_gradients, itertools.count(1)
 
     def spoiled(method: Any, forward: Any, optimizer: Optimizer, microbatches: Any, **more: Any) -> list[float]:
         means = real(method, forward, optimizer, microbatches, **more)
@@ -181,7 +181,7 @@ def spoil_gradients(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
             gradient.fill_(torch.inf)
         return means
 
-    monkeypatch.setattr(stepping, "accumulate", spoiled)
+    monkeypatch.setattr(train_step, "accumulate_gradients", spoiled)
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_the_run_goes_on_from_the_one_before(
@@ -205,7 +205,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_run_goes_on_from_the_one_befo
 def test_a_resume_on_another_machine_says_so(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configure(max_steps=4, save_every=2)
     Trainer(config).run(stop=after(2))
-    monkeypatch.setattr(resuming, "environment", lambda config: {**setup.environment(config), "threads": 1234})
+    monkeypatch.setattr(checkpointing, "environment", lambda config: {**setup.environment(config), "threads": 1234})
     events: list[dict[str, Any]] = []
     Trainer(config).run(events.append)
     (told,) = [e for e in events if e.get("code") == "machine_changed"]

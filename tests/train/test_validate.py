@@ -13,10 +13,9 @@ from safetensors import safe_open
 from fp8serve.cli import main
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.text.tokenizer import Tokenizer
-from fp8serve.train.data import load_items
+from fp8serve.train.data import load_items, total_steps
 from fp8serve.train.memory import memory_estimate, parameter_counts
-from fp8serve.train.methods.sft.reader import SftReader
-from fp8serve.train.order import total_steps
+from fp8serve.train.methods.supervised import SftReader
 from fp8serve.train.validate import MAX_LISTED, look_at_data, some_rows, validate
 
 from .conftest import Configure

@@ -28,7 +28,7 @@ from fp8serve.server.serving.served import Source
 from fp8serve.server.settings import ServerLimits, Settings
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import check_length
-from fp8serve.train.packages import check_states
+from fp8serve.train.reporting import check_states
 
 SEQ_LEN = TrainConfig.seq_len
 LIMITS = ("max_rows", "max_row_bytes", "max_data_bytes", "max_data_memory")

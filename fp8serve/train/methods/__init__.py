@@ -3,7 +3,7 @@
     interface    what every method implements
     table        the methods by their names
     options      which options of a job belong to which method
-    sft          learns the next token, given those before it
+    supervised   learns the next token, given those before it
     dpo          learns the better one of two answers
     grpo         learns from rewards of the model's own answers
 

@@ -38,7 +38,7 @@ class Reader(Protocol[ExampleT, ItemT]):
     def row(self, row: str | Mapping[str, Any], where: str) -> ExampleT:
         """The example in a row or in a line of JSON. DataError names `where` and what is wrong."""
 
-    def file(self, given: Path | str, limits: DataLimits) -> Iterator[ExampleT]:
+    def file(self, source: Path | str, limits: DataLimits) -> Iterator[ExampleT]:
         """All examples of a source (`model.text.data_files`), in order, as they are read. DataError while iterating:
         it has none, exceeds `limits`, or has a broken row."""
 

@@ -4,17 +4,17 @@ from collections.abc import Callable
 from typing import Any
 
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.methods.dpo.reader import DpoReader
-from fp8serve.train.methods.grpo.reader import GrpoReader
+from fp8serve.train.methods.dpo.data import DpoReader
+from fp8serve.train.methods.grpo.data import GrpoReader
 from fp8serve.train.methods.interface import Method, Reader
-from fp8serve.train.methods.options import MethodName, longest_answer
-from fp8serve.train.methods.sft.reader import SftReader
+from fp8serve.train.methods.options import MethodName
+from fp8serve.train.methods.supervised import Sft, SftReader
 
 
 def reader_of(config: TrainConfig) -> Reader[Any, Any]:
     """Reads the job's data; loads no torch."""
     readers: dict[MethodName, Callable[[], Reader[Any, Any]]] = {
-        "sft": SftReader, "dpo": DpoReader, "grpo": lambda: GrpoReader(longest_answer(config))
+        "sft": SftReader, "dpo": DpoReader, "grpo": lambda: GrpoReader(config.longest_answer)
     }  # fmt: skip
     return readers[config.method]()
 
@@ -23,7 +23,6 @@ def method_of(config: TrainConfig) -> Method[Any]:
     """What the job minimises."""
     from fp8serve.train.methods.dpo.method import Dpo
     from fp8serve.train.methods.grpo.method import Grpo
-    from fp8serve.train.methods.sft.method import Sft
 
     methods: dict[MethodName, Callable[[TrainConfig], Method[Any]]] = {"sft": Sft, "dpo": Dpo, "grpo": Grpo}
     return methods[config.method](config)

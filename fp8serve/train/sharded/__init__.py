@@ -1,11 +1,7 @@
 """FSDP2 in the trainer: every process holds its rows of the weights, their gradients' sums and their moments.
 
-units     the parts of a model that are gathered together, and what FSDP2 does with each
-building  a directory -> a forward pass over shards, of which no process ever holds the whole
-sums      gradients, added in the order of the microbatches as `train.exchange` adds them
-rows      which rows are whose; the masters
-norm      the norm of all gradients
-asking    whole tensors for rank 0, which writes checkpoints
+building  a directory -> a forward pass over shards; gradients, added in the order of the microbatches
+shards    which rows are whose; the masters, their norm, and whole tensors for checkpoints
 
 The bits are those of one process: weights are cast by the scale of the whole, gradients are added in the same order,
 and the norm is computed from the same rows. (AdamW computes what is left over after groups of 16 numbers with another

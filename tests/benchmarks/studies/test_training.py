@@ -10,8 +10,8 @@ import pytest
 from benchmarks.studies import corpus, training
 from benchmarks.studies.__main__ import main
 from benchmarks.studies.training import StudyPlan
+from fp8serve.bench.figures import commit
 from fp8serve.bench.options import Shape
-from fp8serve.bench.provenance import commit
 from fp8serve.errors import JobError
 from fp8serve.train.scratch import write_random_model
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fp8serve.server.finetuning.job_runner import WORKER
+from fp8serve.train.events import FIRST_COLUMNS
 from fp8serve.train.scratch import write_random_model
-from fp8serve.train.series import FIRST
 from tests.patience import eventually
 from tests.server import fakes
 from tests.server.conftest import Server, Start
@@ -126,7 +126,7 @@ async def test_metrics_of_a_job_without_a_step(start: Start) -> None:
         assert (await server.client.get(path)).json() == {"metrics": []}
         for asked in ({"params": {"format": "csv"}}, {"headers": {"accept": "text/csv"}}):
             table = await server.client.get(path, **asked)  # type: ignore[arg-type]
-            assert (table.status_code, table.text) == (200, ",".join(FIRST) + "\n")
+            assert (table.status_code, table.text) == (200, ",".join(FIRST_COLUMNS) + "\n")
             assert table.headers["content-disposition"] == f'attachment; filename="{waiting["id"]}.csv"'
         assert (await server.client.get(path, params={"format": "xml"})).status_code == 422
         assert (await server.client.get("/finetune/nothing/metrics", params={"format": "csv"})).status_code == 404

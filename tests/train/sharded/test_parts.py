@@ -14,16 +14,14 @@ from fp8serve.model.config.decoder import read_config
 from fp8serve.model.storage.files import save_tensors
 from fp8serve.model.storage.shards import Parts, stream_tensors
 from fp8serve.ranks import Ranks
-from fp8serve.train.batch import collate
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.exchange import Exchange
-from fp8serve.train.forward import Forward, mean_loss
+from fp8serve.train.forward import Forward, collate, mean_loss
 from fp8serve.train.memory import memory_estimate
 from fp8serve.train.optimizer import Optimizer, global_norm
 from fp8serve.train.sharded.building import Sharded
-from fp8serve.train.sharded.norm import sharded_norm
-from fp8serve.train.sharded.rows import rows_of
+from fp8serve.train.sharded.shards import rows_of, sharded_norm
 from fp8serve.train.state import load_scaling, scaling_tensors
+from fp8serve.train.train_step import Exchange
 from tests.compatibility.cases import KINDS
 from tests.fp8.distributed.ranks import on_ranks
 from tests.model.oracle import make_model

@@ -22,7 +22,7 @@ from fp8serve.server.finetuning.job_store import FINAL
 from fp8serve.server.http.streams import EventStream, event, until_disconnect
 from fp8serve.server.schemas.finetune_bodies import ActivateJobBody, FinetuneBody
 from fp8serve.server.server_state import ServerState
-from fp8serve.train.series import as_csv, as_it_stands
+from fp8serve.train.events import as_csv, as_it_stands
 
 router = APIRouter(tags=["fine-tuning"], route_class=BoundedRoute)
 EVENTS_AT_ONCE = 500

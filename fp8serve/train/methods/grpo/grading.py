@@ -149,10 +149,10 @@ class UrlGrader:
 
     def rewards(self, answers: Sequence[Answer]) -> list[float]:
         body = json.dumps({"answers": [answer.asked for answer in answers]}, default=str).encode()
-        found = self._said(self._ask(body))
-        if len(found) != len(answers):
-            raise JobError(f"{self._url} gave {len(found)} rewards for {len(answers)} answers.")
-        return [_number(value, self._url, answer.where) for value, answer in zip(found, answers, strict=True)]
+        result = self._said(self._ask(body))
+        if len(result) != len(answers):
+            raise JobError(f"{self._url} gave {len(result)} rewards for {len(answers)} answers.")
+        return [_number(value, self._url, answer.where) for value, answer in zip(result, answers, strict=True)]
 
     def _ask(self, body: bytes) -> bytes:
         request = urllib.request.Request(self._url, body, {"Content-Type": "application/json"})
@@ -182,12 +182,12 @@ class UrlGrader:
 
     def _said(self, reply: bytes) -> list[Any]:
         try:
-            found = json.loads(reply)["rewards"]
+            result = json.loads(reply)["rewards"]
         except (ValueError, TypeError, KeyError, RecursionError):
-            found = None
-        if not isinstance(found, list):
+            result = None
+        if not isinstance(result, list):
             raise JobError(f'{self._url} did not answer with JSON such as {{"rewards": [0.5, 1]}}.')
-        return found
+        return result
 
     def close(self) -> None:
         """Does nothing: nothing is open between two calls."""

@@ -1,4 +1,4 @@
-"""Group relative policy optimisation as the trainer uses it.
+"""Group relative policy optimisation as the trainer uses it, and the losses of answers to one prompt, as published.
 
 A step draws G answers to each of its prompts with its initial weights, has them graded, and then updates
 the weights `num_iterations` times by them. A checkpoint is written between steps, so it holds no answers: a resumed
@@ -7,6 +7,21 @@ run draws the same ones again.
 The engine returns an answer's log-probabilities under the policy that drew it. If the trainer has
 the server's bits (model/parity.py), the importance ratio of a step's first update is exactly 1. At a temperature other
 than 1 the policy is the model at that temperature, and a separate forward pass computes its log-probabilities.
+
+For G answers with rewards r to one prompt, the advantage of each is A = r - mean(r), divided by (std(r) + 1e-4): the
+deviation within the group, within the whole step, or not at all (`scale_rewards`: group, batch, none). For a token with
+log-probabilities l of the policy, l_old of the policy that drew it and l_ref of the reference,
+
+    w = exp(l - l_old)
+    loss = -min(w A, clip(w, 1 - epsilon, 1 + epsilon_high) A) + beta (exp(l_ref - l) - (l_ref - l) - 1)
+
+and these are averaged (`loss_type`)
+
+    grpo       over an answer's tokens, then over answers       Shao et al. 2024, eq. 3
+    dapo       over all tokens of the step                      Yu et al. 2025, eq. 8
+    dr_grpo    answers' sums over max_completion_length          Liu et al. 2025; with scale_rewards none
+
+Names and details (the unbiased deviation, its 1e-4) are TRL's.
 """
 
 from collections.abc import Sequence
@@ -26,22 +41,52 @@ from fp8serve.model.building import Model
 from fp8serve.model.checkpoint import load_servable
 from fp8serve.model.storage.files import save_tensors, whole_file
 from fp8serve.model.storage.shards import load_tensors
-from fp8serve.train.batch import collate
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Row
-from fp8serve.train.forward import Logits, Network
+from fp8serve.train.forward import Logits, Network, collate, summed_loss, target_log_probs
 from fp8serve.train.lora import base_recipe
+from fp8serve.train.methods.grpo.data import Prompt
 from fp8serve.train.methods.grpo.grading import Answer, Grader, grader_of
-from fp8serve.train.methods.grpo.loss import advantages, token_kl, token_losses, token_shares
-from fp8serve.train.methods.grpo.reader import Prompt
-from fp8serve.train.methods.grpo.rollouts import Drawn, Rollouts
+from fp8serve.train.methods.grpo.rollouts import Drawn, Rollouts, served_model
 from fp8serve.train.methods.interface import FromData, Measure, Scene
-from fp8serve.train.methods.options import answer_loss, beta_of, longest_answer
-from fp8serve.train.served_state import served_model
-from fp8serve.train.target_log_probs import summed_loss, target_log_probs
+from fp8serve.train.methods.options import AnswerLoss, ScaleRewards
 
+LEAST_DEVIATION = 1e-4
 REFERENCE = "reference.safetensors"
 Numbers = npt.NDArray[np.float32]
+
+
+def advantages(rewards: Tensor, scale: ScaleRewards) -> Tensor:
+    """FP64 [groups, G], from rewards of the same shape."""
+    centred = rewards - rewards.mean(1, keepdim=True)
+    if scale == "none":
+        return centred
+    deviation = rewards.std(1, keepdim=True) if scale == "group" else rewards.std()
+    return centred / (deviation + LEAST_DEVIATION)
+
+
+def token_shares(lengths: Sequence[int], loss_type: AnswerLoss, longest: int) -> list[float]:
+    """The weight of a token of each answer, such that the mean over answers of weighted sums is the loss."""
+    if loss_type == "grpo":
+        return [1 / length for length in lengths]
+    if loss_type == "dapo":
+        return [len(lengths) / sum(lengths)] * len(lengths)
+    return [1 / longest] * len(lengths)
+
+
+def token_losses(
+    ratio: Tensor, advantage: Tensor, epsilon: float, epsilon_high: float, beta: float, kl: Tensor | None
+) -> Tensor:
+    """FP32 [P], the loss of every token; advantage: that of its answer."""
+    clipped = ratio.clamp(1 - epsilon, 1 + epsilon_high)
+    losses = -torch.min(ratio * advantage, clipped * advantage)
+    return losses if kl is None else losses + beta * kl
+
+
+def token_kl(log_probs: Tensor, reference: Tensor) -> Tensor:
+    """Schulman's estimate of KL(policy || reference), FP32 [P]: never negative, and 0 where the two are equal."""
+    apart = reference - log_probs
+    return torch.expm1(apart) - apart
 
 
 @dataclass(frozen=True)
@@ -79,7 +124,7 @@ class Group:
         return sum(row.trainable for row in self.rows)
 
     @property
-    def beside(self) -> bytes:
+    def extra(self) -> bytes:
         return b""
 
     @property
@@ -95,7 +140,7 @@ class Grpo(FromData):
     is_supervised = False
 
     def __init__(self, config: TrainConfig) -> None:
-        self.config, self.beta, self.updates = config, beta_of(config), config.num_iterations
+        self.config, self.beta, self.updates = config, config.effective_beta, config.num_iterations
         self.measures: tuple[Measure, ...] = (
             Measure("reward", "reward"),
             Measure("reward_std"),
@@ -131,17 +176,17 @@ class Grpo(FromData):
         groups = cast(Sequence[Group], items)
         answers = [answer for group in groups for answer in group.answers]
         batch = collate([answer.row for answer in answers], self.config.device)
-        found = logits(batch)
-        lengths = torch.tensor([answer.row.trainable for answer in answers], device=found.device)
+        result = logits(batch)
+        lengths = torch.tensor([answer.row.trainable for answer in answers], device=result.device)
 
         def spread(values: Sequence[float]) -> Tensor:
             """A number for every answer -> for every token."""
-            return torch.tensor(values, dtype=torch.float32, device=found.device).repeat_interleave(lengths)
+            return torch.tensor(values, dtype=torch.float32, device=result.device).repeat_interleave(lengths)
 
         def joined(parts: Sequence[Numbers]) -> Tensor:
-            return torch.from_numpy(np.concatenate(parts)).to(found.device)
+            return torch.from_numpy(np.concatenate(parts)).to(result.device)
 
-        new = target_log_probs(found, batch.targets, self.config.temperature)  # of the policy that drew the answers
+        new = target_log_probs(result, batch.targets, self.config.temperature)  # of the policy that drew the answers
         ratio = torch.exp(new - joined([answer.old for answer in answers]))
         kl = None
         if self.beta:
@@ -149,13 +194,13 @@ class Grpo(FromData):
         advantage, low, high = spread([answer.advantage for answer in answers]), *self._clips
         losses = token_losses(ratio, advantage, low, high, self.beta, kl)
         with torch.no_grad():
-            even = torch.tensor([answer.even for answer in answers], dtype=torch.float64, device=found.device)
-            own = new if self.config.temperature == 1 else target_log_probs(found, batch.targets)
+            even = torch.tensor([answer.even for answer in answers], dtype=torch.float64, device=result.device)
+            own = new if self.config.temperature == 1 else target_log_probs(result, batch.targets)
             apart = (own - joined([answer.sampled for answer in answers])).abs()
             clipped = ((ratio < 1 - low) & (advantage < 0)) | ((ratio > 1 + high) & (advantage > 0))
             means = [apart, ratio, clipped.float(), *([] if kl is None else [kl])]
             of_tokens = [(each.double() * even.repeat_interleave(lengths)).sum() for each in means]
-        return (losses * spread([answer.share for answer in answers])).sum(), *_of_answers(groups, found), *of_tokens
+        return (losses * spread([answer.share for answer in answers])).sum(), *_of_answers(groups, result), *of_tokens
 
     @property
     def _clips(self) -> tuple[float, float]:
@@ -177,7 +222,7 @@ class Grpo(FromData):
         drawn = self._rollouts.draw(step, [prompt.row.ids for prompt in prompts])
         rewards = self._rewards(prompts, drawn)
         lengths = [len(answer.token_ids) for answers in drawn for answer in answers]
-        shares = iter(token_shares(lengths, answer_loss(self.config), longest_answer(self.config)))
+        shares = iter(token_shares(lengths, self.config.answer_loss, self.config.longest_answer))
         even = len(lengths) / sum(lengths)
         better = advantages(torch.tensor(rewards, dtype=torch.float64), self.config.scale_rewards).tolist()
         groups = [
@@ -190,13 +235,13 @@ class Grpo(FromData):
     def _rewards(self, prompts: Sequence[Prompt], drawn: Sequence[Sequence[Drawn]]) -> list[list[float]]:
         """[prompts, G]."""
         assert self._grader is not None, "start comes first"
-        asked = [
+        request = [
             Answer(example.row.get("prompt", example.row.get("messages")), answer.text, example.row, example.where)
             for example, answers in zip([prompt.example for prompt in prompts], drawn, strict=True)
             for answer in answers
         ]
-        found = iter(self._grader.rewards(asked))
-        return [list(islice(found, len(answers))) for answers in drawn]
+        result = iter(self._grader.rewards(request))
+        return [list(islice(result, len(answers))) for answers in drawn]
 
     @torch.no_grad()
     def _scored(self, groups: list[Group]) -> list[Group]:
@@ -204,19 +249,19 @@ class Grpo(FromData):
         temperatures."""
         answers = [answer for group in groups for answer in group.answers]
         if self.config.temperature != 1:
-            found = self._found_by(self._forward.logits, answers)
-            answers = [replace(answer, old=old) for answer, old in zip(answers, found, strict=True)]
+            result = self._found_by(self._forward.logits, answers)
+            answers = [replace(answer, old=old) for answer, old in zip(answers, result, strict=True)]
         if self._reference is not None:
-            found = self._found_by(self._reference, answers)
-            answers = [replace(answer, reference=of_it) for answer, of_it in zip(answers, found, strict=True)]
+            result = self._found_by(self._reference, answers)
+            answers = [replace(answer, reference=of_it) for answer, of_it in zip(answers, result, strict=True)]
         left = iter(answers)
         return [Group(tuple(islice(left, len(group.answers)))) for group in groups]
 
     def _found_by(self, logits: Logits, answers: Sequence[Graded]) -> list[Numbers]:
         """The log-probabilities of each answer's tokens by a forward pass."""
         batch = collate([answer.row for answer in answers], self.config.device)
-        found = target_log_probs(logits(batch), batch.targets, self.config.temperature).cpu().numpy()
-        return np.split(found, np.cumsum([answer.row.trainable for answer in answers])[:-1])
+        result = target_log_probs(logits(batch), batch.targets, self.config.temperature).cpu().numpy()
+        return np.split(result, np.cumsum([answer.row.trainable for answer in answers])[:-1])
 
 
 def _graded(prompt: Prompt, answer: Drawn, reward: float, advantage: float, share: float, even: float) -> Graded:
@@ -228,14 +273,14 @@ def _graded(prompt: Prompt, answer: Drawn, reward: float, advantage: float, shar
 def _of_answers(groups: Sequence[Group], like: Tensor) -> list[Tensor]:
     """The first measures, summed over answers."""
     answers = [answer for group in groups for answer in group.answers]
-    found = (
+    results = (
         sum(answer.reward for answer in answers),
         sum(len(group.answers) * group.deviation for group in groups),
         sum(len(group.answers) for group in groups if group.deviation == 0),
         sum(answer.row.trainable for answer in answers),
         sum(answer.is_cut for answer in answers),
     )
-    return [torch.tensor(float(value), dtype=torch.float64, device=like.device) for value in found]
+    return [torch.tensor(float(value), dtype=torch.float64, device=like.device) for value in results]
 
 
 def _reference(config: TrainConfig, scene: Scene) -> Network:

@@ -40,10 +40,10 @@ def _read(inbox: "SimpleQueue[bytes]") -> None:
     os._exit(0)
 
 
-def _grade(reward: Callable[..., Any], asked: dict[str, Any]) -> dict[str, Any]:
+def _grade(reward: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]:
     try:
-        found = reward(asked["prompt"], asked["completion"], asked["row"])
-        return {"reward": float(found)}
+        result = reward(request["prompt"], request["completion"], request["row"])
+        return {"reward": float(result)}
     except BaseException as problem:
         return {"error": _sentence(problem)}
 

@@ -1,21 +1,39 @@
 """Where a run stands, and what the parts of the loop share.
 
-`Progress` is everything that a checkpoint records besides tensors. `Course` is what the parts of a run work on: what is
-measured (`train.measuring`), what comes before the first step (`train.beginning`), a step (`train.stepping`),
-checkpoints (`train.saving`, `train.resuming`), and going back (`train.returning`). `train.trainer` calls them in order.
+`Progress` is everything that a checkpoint records besides tensors. `Course` is what the parts of a run work on: a step
+(`train.train_step`), validation, checkpoints (`train.checkpointing`), and going back (`train.recovery`).
+`train.trainer` calls them in order.
 """
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fp8serve.ranks import Ranks
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.data import Item
+from fp8serve.train.data import Cursor, Item, Step
 from fp8serve.train.events import OnEvent
-from fp8serve.train.held_out import HeldOut
-from fp8serve.train.order import Cursor, Step
 from fp8serve.train.setup import Setup
+
+
+@dataclass
+class HeldOut:
+    """Validation losses of a run: before its first step, the lowest since, and the last."""
+
+    first: float | None = None
+    best: float | None = None
+    best_step: int | None = None
+    last: float | None = None
+    since_best: int = 0  # validations
+
+    def note(self, loss: float, step: int) -> None:
+        """Records a validation; a loss that is not finite is never the best, and is kept as None."""
+        self.last = loss if math.isfinite(loss) else None
+        if math.isfinite(loss) and (self.best is None or loss < self.best):
+            self.best, self.best_step, self.since_best = loss, step, 0
+        else:
+            self.since_best += 1
 
 
 @dataclass
@@ -38,11 +56,11 @@ class Progress:
 class Course:
     """A run on its way.
 
-    asked: the job's own configuration. config: the one that is in effect, after `progress.returns` returns. identity:
+    job: the job's own configuration. config: the one that is in effect, after `progress.returns` returns. identity:
     see `identity_of`.
     """
 
-    asked: TrainConfig
+    job: TrainConfig
     config: TrainConfig
     ranks: Ranks
     on_event: OnEvent
@@ -52,16 +70,16 @@ class Course:
 
     @property
     def out(self) -> Path:
-        return Path(self.asked.out)
+        return Path(self.job.out)
 
     @property
     def may_go_back(self) -> bool:
-        return self.asked.on_divergence == "return"
+        return self.job.on_divergence == "return"
 
     @property
     def save_every(self) -> int:
         """The run may go back to the checkpoints of the multiples of this step."""
-        return self.asked.save_every or 1
+        return self.job.save_every or 1
 
     @property
     def lengths(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Rows of preferences: a prompt and two answers, in TRL's forms and in OpenAI's. No torch here.
+"""Rows of preferences, a prompt and two answers in TRL's forms and in OpenAI's, become pairs of rows. No torch here.
 
     {"prompt": "...", "chosen": "...", "rejected": "..."}               text, as it is
     {"prompt": [...], "chosen": [...], "rejected": [...]}               messages, through the model's chat template
@@ -8,18 +8,34 @@
 An implicit prompt is the common beginning of both answers: whole messages, or text up to the last common white space,
 so that no word is split. A text `prompt` beside answers that are conversations is only a note, as in TRL, because data
 sets have such columns. Of a conversation, only the assistant's text after the prompt is learnt.
+
+An answer that is too long for the context is cut at its end, and counted. A pair teaches nothing if one of its answers
+has no token left to learn, or if both are the same; such pairs are dropped, and counted.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from fp8serve.errors import DataError, shown
 from fp8serve.model.text.chat_rows import messages_of, tools_of, valid_unicode
 from fp8serve.model.text.data_files import LIMITS, DataLimits
-from fp8serve.model.text.examples import ChatExample, PromptExample, object_of, read_rows
+from fp8serve.model.text.examples import (
+    ChatExample,
+    PromptExample,
+    TokenizedExample,
+    object_of,
+    read_rows,
+    tokenize_all,
+)
 from fp8serve.model.text.tables import JSON_ROWS
+from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.train.data import Row, RowCounts
 
 ANSWERS = ("chosen", "rejected")
 OPENAI = ("preferred_output", "non_preferred_output")
@@ -35,39 +51,41 @@ class PairExample:
     rejected: PromptExample | ChatExample
 
 
-def read_pairs(given: Path | str, limits: DataLimits = LIMITS) -> Iterator[PairExample]:
+def read_pairs(source: Path | str, limits: DataLimits = LIMITS) -> Iterator[PairExample]:
     """All pairs of a source (`model.text.data_files`), in order. DataError while iterating: it has none, is too large,
     or has a broken row."""
-    return read_rows(given, pair_of, "holds no pairs; give rows of `prompt`, `chosen` and `rejected`.", COLUMNS, limits)
+    return read_rows(
+        source, pair_of, "holds no pairs; give rows of `prompt`, `chosen` and `rejected`.", COLUMNS, limits
+    )
 
 
 def pair_of(row: str | Mapping[str, Any], where: str) -> PairExample:
     """The pair in a row or in a line of JSON; DataError names `where` and what is wrong."""
-    found = object_of(row, where)
-    is_openai = any(name in found for name in OPENAI)
-    if any(found.get(name) is None for name in (OPENAI if is_openai else ANSWERS)):
+    result = object_of(row, where)
+    is_openai = any(name in result for name in OPENAI)
+    if any(result.get(name) is None for name in (OPENAI if is_openai else ANSWERS)):
         raise DataError(
-            f"{where} has only {shown(sorted(found))}; give `chosen` and `rejected` with or without `prompt`, or "
+            f"{where} has only {shown(sorted(result))}; give `chosen` and `rejected` with or without `prompt`, or "
             "`input`, `preferred_output` and `non_preferred_output`."
         )
     if is_openai:
-        found = _from_openai(found, where)
-    answers = [_read(found, name, where) for name in ANSWERS]
+        result = _from_openai(result, where)
+    answers = [_read(result, name, where) for name in ANSWERS]
     if isinstance(answers[0], str) != isinstance(answers[1], str):
         raise DataError(f"{where}: one of `chosen` and `rejected` is text and the other is not; give both alike.")
-    prompt = _read(found, "prompt", where) if found.get("prompt") is not None else None
+    prompt = _read(result, "prompt", where) if result.get("prompt") is not None else None
     if isinstance(answers[0], str):
         return _texts(prompt, answers, where)
-    return _chats(None if isinstance(prompt, str) else prompt, answers, tools_of(found, where), where)
+    return _chats(None if isinstance(prompt, str) else prompt, answers, tools_of(result, where), where)
 
 
 def _from_openai(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A row in OpenAI's form as one of `prompt`, `chosen` and `rejected`."""
-    asked = row.get("input")
-    if not isinstance(asked, dict) or not isinstance(asked.get("messages"), list):
+    request = row.get("input")
+    if not isinstance(request, dict) or not isinstance(request.get("messages"), list):
         raise DataError(f"{where}: `input` is no object with a list of `messages`.")
     answers = {name: row[theirs] for name, theirs in zip(ANSWERS, OPENAI, strict=True)}
-    return {"prompt": asked["messages"], "tools": asked.get("tools"), **answers}
+    return {"prompt": request["messages"], "tools": request.get("tools"), **answers}
 
 
 def _read(row: Mapping[str, Any], name: str, where: str) -> str | list[Any]:
@@ -90,11 +108,11 @@ def _messages_in(text: str) -> list[Any] | None:
     if not text.lstrip().startswith("["):
         return None
     try:
-        found = JSON_ROWS.decode(text)
+        result = JSON_ROWS.decode(text)
     except (ValueError, RecursionError):
         return None
-    is_chat = isinstance(found, list) and found and all(isinstance(m, dict) and "role" in m for m in found)
-    return found if is_chat else None
+    is_chat = isinstance(result, list) and result and all(isinstance(m, dict) and "role" in m for m in result)
+    return result if is_chat else None
 
 
 def _texts(prompt: str | list[Any] | None, answers: Sequence[Any], where: str) -> PairExample:
@@ -120,3 +138,73 @@ def _chats(prompt: list[Any] | None, answers: Sequence[Any], tools: tuple[Any, .
         for name, answer in zip(ANSWERS, answers, strict=True)
     )
     return PairExample(chosen, rejected)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to one prompt. reference: their log-probabilities before the first step, once they are known."""
+
+    chosen: Row
+    rejected: Row
+    reference: tuple[float, float] | None = None
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return self.chosen, self.rejected
+
+    @property
+    def tokens(self) -> int:
+        return self.chosen.tokens + self.rejected.tokens
+
+    @property
+    def trainable(self) -> int:
+        return self.chosen.trainable + self.rejected.trainable
+
+    @property
+    def extra(self) -> bytes:
+        return b""
+
+
+class DpoReader:
+    """See `interface.Reader`."""
+
+    columns: Collection[str] | None = COLUMNS
+    lacks = "two different answers"
+    advice = "check that `chosen` and `rejected` differ and raise seq_len if what they share fills it"
+
+    def row(self, row: str | Mapping[str, Any], where: str) -> PairExample:
+        return pair_of(row, where)
+
+    def file(self, source: Path | str, limits: DataLimits) -> Iterator[PairExample]:
+        return read_pairs(source, limits)
+
+    def items(
+        self, examples: Iterable[PairExample], tokenizer: Tokenizer, seq_len: int
+    ) -> tuple[list[Pair], RowCounts]:
+        pairs: list[Pair] = []
+        count = truncated = 0
+        answers = (answer for pair in examples for answer in (pair.chosen, pair.rejected))
+        rows = (_row(tokenized) for _, tokenized in tokenize_all(answers, tokenizer, sys.maxsize))
+        for whole in starmap(Pair, zip(rows, rows, strict=True)):
+            count += 1
+            truncated += any(row.tokens > seq_len for row in whole.rows)
+            pair = Pair(_cut(whole.chosen, seq_len), _cut(whole.rejected, seq_len))
+            if all(row.trainable for row in pair.rows) and not np.array_equal(pair.chosen.ids, pair.rejected.ids):
+                pairs.append(pair)
+        tokens, trainable = sum(p.tokens for p in pairs), sum(p.trainable for p in pairs)
+        return pairs, RowCounts(count, len(pairs), tokens, trainable, count - len(pairs), truncated)
+
+    def kept(self, item: Pair) -> bytes:
+        return b""
+
+    def recalled(self, rows: tuple[Row, ...], kept: bytes) -> Pair:
+        chosen, rejected = rows
+        return Pair(chosen, rejected)
+
+
+def _row(example: TokenizedExample) -> Row:
+    return Row(np.asarray(example.ids, dtype=np.int32), np.asarray(example.loss_mask, dtype=np.bool_))
+
+
+def _cut(row: Row, seq_len: int) -> Row:
+    return Row(row.ids[: seq_len + 1], row.loss[: seq_len + 1])
