@@ -114,7 +114,7 @@ test-changed: setup ## the tests that a change needs: pairs of sweeps, and long 
 test-all: setup ## every test
 	$(PYTEST) $(PYTEST_ARGS)
 
-durations: setup ## run every test and write tests/durations.json, the seconds of each file
+durations: setup ## run the tests, pairs of sweeps, and write tests/durations.json, the seconds of each file
 	$(PYTEST) --pairwise --file-durations tests/durations.json $(PYTEST_ARGS)
 
 # Without extras, and without the packages of development: what a user has after `pip install fp8serve`.

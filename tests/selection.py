@@ -97,18 +97,11 @@ class Family:
 
 
 EVERYTHING = ("pyproject.toml", "constraints.txt", "Makefile", ".ci/*", "tests/conftest.py", "tests/selection.py")
-ARITHMETIC = ("csrc/*.h", "csrc/CMakeLists.txt", "fp8serve/fp8/ops/*")
-TRAINING = (
-    *ARITHMETIC,
-    "csrc/cpu/*",
-    "fp8serve/fp8/*",
-    "fp8serve/train/*",
-    "fp8serve/model/*",
-    "fp8serve/processes.py",
-)
+KERNELS = ("csrc/*.h", "csrc/CMakeLists.txt", "fp8serve/fp8/*", "fp8serve/processes.py")
+TRAINING = ("csrc/cpu/*", *KERNELS, "fp8serve/train/*", "fp8serve/model/*", "fp8serve/ranks.py", "calibrate/*")
 FAMILIES = {
-    "CUDA kernels, emulated": Family(("tests/cuda",), ("csrc/cuda/*", *ARITHMETIC)),
-    "CPU kernels": Family(("tests/csrc",), ("csrc/cpu/*", *ARITHMETIC)),
+    "CUDA kernels, emulated": Family(("tests/cuda",), ("csrc/cuda/*", *KERNELS)),
+    "CPU kernels": Family(("tests/csrc",), ("csrc/cpu/*", *KERNELS)),
     "the console in a browser": Family(
         ("tests/server/console",),
         ("fp8serve/server/console/*", "fp8serve/server/api/*", "fp8serve/server/schemas/*", "fp8serve/server/http/*"),
@@ -118,8 +111,7 @@ FAMILIES = {
     ),
     "killed training": Family(("tests/train/test_job_process.py",), TRAINING),
     "requests that are long or hostile": Family(
-        ("tests/server/parsing",),
-        ("fp8serve/server/parsing/*", "fp8serve/server/serving/*", "fp8serve/server/schemas/*", "fp8serve/model/*"),
+        ("tests/server/parsing",), ("fp8serve/server/*", "fp8serve/model/*", "fp8serve/processes.py")
     ),
 }
 
@@ -135,7 +127,7 @@ def changed_files(reference: str) -> list[str] | None:
         ancestor = git("merge-base", reference, "HEAD").strip()
         if ancestor == git("rev-parse", "HEAD").strip():
             return None
-        return git("diff", "--name-only", ancestor).splitlines()
+        return git("diff", "--name-only", "--no-renames", ancestor).splitlines()
     except (OSError, subprocess.CalledProcessError):
         return None
 

@@ -81,7 +81,8 @@ def test_what_a_family_names_exists_and_has_a_sample(name: str) -> None:
 
 @cache
 def files() -> list[Path]:
-    return [path for folder in ("csrc", "fp8serve", "tests") for path in (ROOT / folder).rglob("*") if path.is_file()]
+    folders = [ROOT / name for name in ("calibrate", "csrc", "fp8serve", "tests")]
+    return [path for folder in folders for path in folder.rglob("*") if path.is_file()]
 
 
 def test_what_changed_is_what_git_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,6 +101,7 @@ def test_what_changed_is_what_git_says(tmp_path: Path, monkeypatch: pytest.Monke
     git("checkout", "-b", "change")
     (tmp_path / "b").write_text("2")
     git("add", "b")
+    git("mv", "a", "c")
     git("commit", "-m", "b")
-    (tmp_path / "a").write_text("3")
-    assert changed_files("main") == ["a", "b"]
+    (tmp_path / "b").write_text("3")
+    assert changed_files("main") == ["a", "b", "c"]

@@ -15,6 +15,7 @@ from tests.cuda import sass
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "csrc/cuda"
 BUILT = [path for path in (ROOT / "build").glob("*/libfp8serve_cuda.so") if path.is_file()]
+pytestmark = pytest.mark.smoke
 built = pytest.mark.skipif(not BUILT, reason="libfp8serve_cuda.so was not built (make cuda)")
 
 

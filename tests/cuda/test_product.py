@@ -26,7 +26,7 @@ from tests.tiny import CHATS, SENTENCES, write_tiny_model
 
 RECIPES = ("delayed", "current", "rowwise", "block", "bf16")
 NEAR_TIE = 0.05  # nats between the two likeliest tokens: closer ones may change places in BF16
-pytestmark = on_both
+pytestmark = [on_both, pytest.mark.smoke]
 
 
 @pytest.fixture(scope="module")
