@@ -64,8 +64,9 @@ Tensor grouped_mlp(const Tensor& x_in, const Tensor& chosen, const Tensor& weigh
   const Tensor gated =
       silu_mul(torch::stable::narrow(both, 1, 0, size), torch::stable::narrow(both, 1, size, size));
   const auto [gated_q, gated_scale_inv] = cast_rows(check, gated, width, power_2);
-  const Tensor said = gemm::grouped_mm(gated_q, down, gated_scale_inv, down_scale, offsets, down_bias, type);
-  return add_weighted(said, places, weights);
+  const Tensor outputs =
+      gemm::grouped_mm(gated_q, down, gated_scale_inv, down_scale, offsets, down_bias, type);
+  return add_weighted(outputs, places, weights);
 }
 
 }  // namespace

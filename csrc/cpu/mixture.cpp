@@ -56,13 +56,13 @@ struct AddWeighted {
   static constexpr int64_t kColumns = 128;
 
   template <class T>
-  static FP8_INLINE void run(const T* said, const int64_t* places, const float* weights, int64_t k, T* out,
+  static FP8_INLINE void run(const T* outputs, const int64_t* places, const float* weights, int64_t k, T* out,
                              int64_t n) {
     for (int64_t begin = 0; begin < n; begin += kColumns) {
       const int64_t columns = std::min(kColumns, n - begin);
       float sums[kColumns];
       for (int64_t j = 0; j < k; ++j) {
-        const T* row = said + places[j] * n + begin;
+        const T* row = outputs + places[j] * n + begin;
         const float weight = weights[j];
         if (j == 0) {
           for (int64_t c = 0; c < columns; ++c) sums[c] = rounded<T>(load(row[c]) * weight);
@@ -111,23 +111,23 @@ Terms terms_of(const Contract& check, const Tensor& places, const Tensor& weight
 
 }  // namespace
 
-Tensor add_weighted(const Tensor& said_in, const Tensor& places_in, const Tensor& weights_in) {
+Tensor add_weighted(const Tensor& outputs_in, const Tensor& places_in, const Tensor& weights_in) {
   const Contract check("add_weighted");
-  check.rank("said", said_in, 2);
+  check.rank("outputs", outputs_in, 2);
   check.rank("weights", weights_in, 2);
-  const Size t{"T", weights_in.size(0)}, k{"k", weights_in.size(1)}, n{"N", said_in.size(1)};
+  const Size t{"T", weights_in.size(0)}, k{"k", weights_in.size(1)}, n{"N", outputs_in.size(1)};
   const Size rows{"T * k", t.value() * k.value()};
-  check.tensor("said", said_in, {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half}, {rows, n});
+  check.tensor("outputs", outputs_in, {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half}, {rows, n});
   check.tensor("places", places_in, {ScalarType::Long}, {rows});
-  check.tensor("weights", weights_in, {said_in.scalar_type(), ScalarType::Float}, {t, k});
+  check.tensor("weights", weights_in, {outputs_in.scalar_type(), ScalarType::Float}, {t, k});
   check.require(k.value() > 0, "weights", "has no column, must have one for each expert of a token");
-  const Tensor said = dense(said_in), places = dense(places_in);
+  const Tensor outputs = dense(outputs_in), places = dense(places_in);
   const Terms terms = terms_of(check, places, weights_in);
-  const Tensor out = empty({t.value(), n.value()}, said.scalar_type());
-  with_element(said.scalar_type(), [&](auto element) {
+  const Tensor out = empty({t.value(), n.value()}, outputs.scalar_type());
+  with_element(outputs.scalar_type(), [&](auto element) {
     using T = typename decltype(element)::type;
     parallel_rows(t.value(), k.value() * n.value(), [&](int64_t r) {
-      dispatch<AddWeighted>(data<const T>(said), terms.rows.data() + r * k.value(),
+      dispatch<AddWeighted>(data<const T>(outputs), terms.rows.data() + r * k.value(),
                             terms.weights.data() + r * k.value(), k.value(), data<T>(out) + r * n.value(),
                             n.value());
     });

@@ -25,7 +25,7 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps);
 Tensor silu_mul(const Tensor& gate, const Tensor& up);
 
 std::tuple<Tensor, Tensor, Tensor> sort_by_expert(const Tensor& chosen, const Tensor& tokens);
-Tensor add_weighted(const Tensor& said, const Tensor& places, const Tensor& weights);
+Tensor add_weighted(const Tensor& outputs, const Tensor& places, const Tensor& weights);
 
 namespace gemm {
 
