@@ -188,8 +188,11 @@ class Fault(Exception):  # noqa: N818 - it is the request's, not ours
         }
 
     def native(self, request_id: str) -> dict[str, Any]:
-        body = {"error": self.message, "error_type": KINDS[self.code].native_type, "code": self.code.value}
-        extra = {"param": self.param, "hint": self.hint, "request_id": request_id}
+        """A path that is no route has the hint in `error`: clients of other projects may show nothing else."""
+        is_foreign = self.code is Code.ROUTE_NOT_FOUND
+        error, hint = (self.told, None) if is_foreign else (self.message, self.hint)
+        body = {"error": error, "error_type": KINDS[self.code].native_type, "code": self.code.value}
+        extra = {"param": self.param, "hint": hint, "request_id": request_id}
         return body | {key: value for key, value in extra.items() if value}
 
     def headers(self) -> dict[str, str]:

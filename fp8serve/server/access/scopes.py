@@ -16,7 +16,7 @@ JOBS = "/v1/fine_tuning/jobs"
 
 WITH_ANY_KEY = (
     "GET /", "GET /docs", "GET /openapi.json", "GET /version", "GET /v1/models", "GET /v1/models/{model:path}",
-    "GET /console/{file}",
+    "GET /console", "GET /console/{file}",
 )  # fmt: skip
 """What every client asks for, and pages that say nothing of this server."""
 

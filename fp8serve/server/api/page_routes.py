@@ -8,7 +8,7 @@ import hashlib
 from importlib.resources import files
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 router = APIRouter(tags=["server"])
 CSP = (
@@ -43,6 +43,11 @@ def _page(content: bytes, media_type: str):  # type: ignore[no-untyped-def]
         return Response(content, media_type=media_type, headers=headers)
 
     return page
+
+
+@router.get("/console", include_in_schema=False)
+def console() -> Response:
+    return RedirectResponse("./")  # relative, because a proxy may put the server below a path
 
 
 add_pages(router)

@@ -84,11 +84,21 @@ def _nearest_route(request: Request) -> str | None:
     missing or stands there twice, or it has the path of a proxy."""
     parts = request.scope["path"].strip("/").split("/")[-MAX_DEPTH:]
     endings = ["/" + "/".join(parts[start:]) for start in range(len(parts))]
+    if request.scope["path"] in _OLLAMA:
+        return None
     paths = (f"{prefix}{ending}" for ending in endings for prefix in ("/v1", ""))
     return next((path for path in paths if path in request.app.state.paths), None)
 
 
+_OLLAMA = frozenset(
+    f"/api/{name}" for name in ("chat", "generate", "tags", "show", "embed", "embeddings", "ps", "pull", "version")
+)
+"""Routes of Ollama, whose clients show nothing but `error`."""
+
+
 def _route_hint(request: Request, route: str | None) -> str:
+    if request.scope["path"] in _OLLAMA:
+        return "Ollama's protocol is not spoken; use a client of OpenAI, with a base URL that ends in /v1."
     if route is None:
         return "GET /docs lists them."
     if is_anthropic(route) and "/v1/v1/" in request.scope["path"]:

@@ -38,6 +38,47 @@ async def test_a_wrong_base_url_is_told_the_route(start: Start, method: str, pat
         assert ("ends in /v1" in answer.text) == route.startswith("/v1")
 
 
+OLLAMA = ["/api/chat", "/api/generate", "/api/tags", "/api/show", "/api/embed", "/api/version"]
+
+
+@pytest.mark.parametrize("path", OLLAMA)
+async def test_ollamas_clients_are_told_what_to_use(start: Start, path: str) -> None:
+    """They print `error` alone. `/api/generate` ends as a route of ours, which would not help them."""
+    async with start() as server:
+        answer = await server.client.request("POST" if path != "/api/tags" else "GET", path)
+    assert answer.status_code == 404
+    assert answer.json()["error"] == (
+        "There is no such route here. "
+        "Ollama's protocol is not spoken; use a client of OpenAI, with a base URL that ends in /v1."
+    )
+
+
+async def test_the_hint_of_a_wrong_path_is_in_the_sentence(start: Start) -> None:
+    async with start() as server:
+        native = (await server.client.get("/nowhere")).json()
+        openai = (await server.client.get("/v1/nowhere")).json()["error"]
+    assert native["error"] == openai["message"] == "There is no such route here. GET /docs lists them."
+
+
+async def test_the_consoles_name_leads_to_it(start: Start) -> None:
+    async with start() as server:
+        answer = await server.client.get("/console")
+        assert answer.status_code == 307
+        assert answer.headers["location"] == "./"  # relative: a proxy may put the server below a path
+        assert (await server.client.get("/console", follow_redirects=True)).url.path == "/"
+        assert "The route is /console." in (await server.client.get("/console/")).json()["error"]
+
+
+async def test_openais_client_lists_models_without_v1(start: Start) -> None:
+    openai = pytest.importorskip("openai")
+    async with start() as server:
+        base = str(server.client.base_url)
+        client = openai.AsyncOpenAI(base_url=base, api_key="k", max_retries=0, http_client=server.client)
+        names = [model.id async for model in await client.models.list()]
+        listed = (await server.client.get("/v1/models")).json()
+    assert names == [model["id"] for model in listed["data"]] != []
+
+
 async def test_openais_client_shows_the_route_that_its_base_url_missed(start: Start) -> None:
     openai = pytest.importorskip("openai")
     async with start() as server:
@@ -149,9 +190,8 @@ async def test_an_image_is_refused_by_name_at_its_place(start: Start, path: str,
 @pytest.mark.parametrize("kind", ["web_search", "web_search_20250305", "code_interpreter", "mcp"])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/tokenize"])
 async def test_a_tool_that_vendors_run_is_refused_by_name(start: Start, path: str, kind: str) -> None:
-    body = (
-        {"input": "a"} if path == "/v1/responses" else CHAT if path != "/tokenize" else {"messages": CHAT["messages"]}
-    )
+    bodies = {"/v1/responses": {"input": "a"}, "/tokenize": {"messages": CHAT["messages"]}}
+    body = bodies.get(path, CHAT)
     async with start() as server:
         answer = await server.client.post(path, json=body | {"tools": [{"type": kind, "name": kind}]})
         spelt = await server.client.post(path, json=body | {"tools": [{"type": "Not a type! " * 20, "name": "a"}]})

@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from starlette.responses import PlainTextResponse
 
 from fp8serve.errors import RequestError
+from fp8serve.server.api.openai.model_list_routes import Model, all_models
 from fp8serve.server.api.routing import BoundedRoute, StateDep
 from fp8serve.server.api.wire import Answer, JsonObject
 from fp8serve.server.faults import Code, Fault
@@ -75,6 +76,8 @@ class Models(Answer):
     models: list[ModelView]
     aliases: dict[str, str]
     loadable: list[str]
+    object: Literal["list"] = "list"
+    data: list[Model]
 
 
 class Unloaded(Answer):
@@ -101,7 +104,9 @@ class Replaced(Swapped):
 
 @router.get("/models", summary="What is served, and what could be")
 async def models(state: StateDep) -> Models:
-    """`alias`, `state`, `served` and `activating` are the default model's."""
+    """`alias`, `state`, `served` and `activating` are the default model's. `object` and `data` are as in `/v1/models`,
+    for OpenAI's clients whose base URL lacks `/v1`.
+    """
     default = state.models.default
     results = await asyncio.to_thread(state.sources.results)
     return Models(
@@ -116,6 +121,7 @@ async def models(state: StateDep) -> Models:
         models=[model_view(state, model) for model in state.models.models.values()],
         aliases=dict(state.models.aliases),
         loadable=sorted(await asyncio.to_thread(models_below, state.settings.models_dir)),
+        data=list((await all_models(state)).values()),
     )
 
 

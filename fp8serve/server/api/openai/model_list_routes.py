@@ -48,7 +48,7 @@ class ModelList(Answer):
 
 @router.get("/models", summary="Names that requests may use now, and names of models that could be loaded")
 async def list_models(state: StateDep) -> ModelList:
-    models = await _all(state)
+    models = await all_models(state)
     return ModelList(
         data=list(models.values()), first_id=next(iter(models), None), last_id=next(reversed(models), None)
     )
@@ -56,14 +56,14 @@ async def list_models(state: StateDep) -> ModelList:
 
 @router.get("/models/{model:path}", summary="One model")
 async def get_model(model: str, state: StateDep) -> Model:
-    models = await _all(state)
+    models = await all_models(state)
     if model not in models:
         message = f"There is no model of that name here.{suggestion(model, models)}"
         raise Fault(Code.MODEL_NOT_FOUND, message, param="model")
     return models[model]
 
 
-async def _all(state: ServerState) -> dict[str, Model]:
+async def all_models(state: ServerState) -> dict[str, Model]:
     """All models by name; those that answer come first. `root` of an adapter is its name at its source."""
     usable = [(name, state.models.named(name)) for name in state.models.names()]
     shown = {name: _served(state, name, model, model.name) for name, model in usable if model is not None}
