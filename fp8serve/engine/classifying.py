@@ -22,7 +22,7 @@ from fp8serve.model.building import AnyModel, Model
 from fp8serve.model.config.encoder import Head
 from fp8serve.model.config.sentence import LOGIT_SCORE, modules_of, one_folder
 from fp8serve.model.network.encoder import Encoder
-from fp8serve.model.network.scores import scored
+from fp8serve.model.network.pooling import scored
 from fp8serve.model.storage.files import read_json
 from fp8serve.model.text.tokenizer import Tokenizer
 

@@ -24,7 +24,7 @@ from fp8serve.engine.request import EngineLimits, Request, Task
 from fp8serve.engine.text_encoder import TextEncoder
 from fp8serve.errors import RequestError
 from fp8serve.fp8 import ops
-from fp8serve.model.network.scores import scored
+from fp8serve.model.network.pooling import scored
 
 Ids = Sequence[int]
 

@@ -1,7 +1,7 @@
 """A model that runs over texts, as many together as fit a step: the common part of embedding and classifying.
 
 Texts follow each other without padding. The result of a text does not depend on the others
-(model/reading.py), so on a CPU threads divide the texts and not the ops.
+(model/building.py), so on a CPU threads divide the texts and not the ops.
 Inputs are not watched: there are no live figures about texts.
 
 A pass over an encoder is hundreds of small ops, some of torch's and some of ours. If each op is divided among threads,
@@ -26,8 +26,9 @@ from fp8serve.engine.request import Task
 from fp8serve.errors import RequestError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.own_linear import own_products
+from fp8serve.model.building import hidden_states
+from fp8serve.model.checkpoint import load_reader
 from fp8serve.model.network.experts import mixtures
-from fp8serve.model.reading import hidden_states, load_reader
 from fp8serve.model.text.tokenizer import Tokenizer
 
 LEAST = 64  # tokens of a thread: fewer are bound by reading the weights, which every thread would do

@@ -11,7 +11,7 @@ states, `export` writes.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,10 @@ from fp8serve.errors import ModelError, ScalesError
 from fp8serve.fp8 import ops
 from fp8serve.fp8.casting import cast_by_content
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.recipe import DelayedScaling, HeadDtype, Recipe, delayed
+from fp8serve.fp8.recipe import DelayedScaling, HeadDtype, Recipe, delayed, from_name
 from fp8serve.fp8.spec import QuantSpec
-from fp8serve.model.agreement import check_agreement
-from fp8serve.model.building import Model, build_on_meta
+from fp8serve.model.building import AnyModel, Model, build_on_meta
+from fp8serve.model.config.either import holds_encoder
 from fp8serve.model.config.encoder import EncoderConfig
 from fp8serve.model.config.mixture import keeps_fp32
 from fp8serve.model.export import FORMATS, write_calibrated, write_hf_directory
@@ -37,16 +37,15 @@ from fp8serve.model.formats.scales import (
     load_scales,
     save_scales,
 )
-from fp8serve.model.head import cast_head
 from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.network.experts import reset_token_counts
 from fp8serve.model.network.modern_encoder import encoder_class
 from fp8serve.model.storage.files import present
 from fp8serve.model.storage.mapped import release_pages
 from fp8serve.model.storage.opening import real_path
-from fp8serve.model.stored import Checkpoint, StoredLinear, open_checkpoint
-from fp8serve.model.transformers_backend.check import check_against_class
+from fp8serve.model.stored import Checkpoint, StoredLinear, check_agreement, open_checkpoint
 from fp8serve.model.transformers_backend.network import TransformersModel
+from fp8serve.model.transformers_backend.trial import check_against_class
 
 __all__ = [
     "FORMATS",
@@ -107,7 +106,7 @@ def load_servable(
     dtype: torch.dtype = torch.bfloat16,
     head: HeadDtype = "bf16",
 ) -> Model:
-    """The model to serve: a FrozenLinear for every FP8 linear, everything else in `dtype`; `head`: see head.py.
+    """The model to serve: a FrozenLinear for every FP8 linear, everything else in `dtype`; `head`: see `_cast_head`.
 
     recipe "stored": the FP8 weights and input scales in the directory or, for a high-precision directory, its weights
     with the scales of `scales` (or of a scales.safetensors beside them). "bf16" or None: all dequantized. A `Recipe`:
@@ -119,7 +118,7 @@ def load_servable(
     _fill(model, checkpoint, recipe, scales, torch.device(device), dtype)
     _complete(model)
     if head == "fp8":
-        cast_head(model)
+        _cast_head(model)
     return model.eval()
 
 
@@ -156,6 +155,11 @@ def load_encoder(
     model = encoder_class(checkpoint.any_config)(checkpoint.any_config, device="meta", dtype=dtype)
     _fill(model, checkpoint, recipe, scales, torch.device(device), dtype)
     return model.eval()
+
+
+def load_reader(model_dir: Path | str, *how: Any, **options: Any) -> AnyModel:
+    """`load_encoder`, or `load_servable`, by what the directory holds."""
+    return (load_encoder if holds_encoder(model_dir) else load_servable)(model_dir, *how, **options)
 
 
 def _fill(
@@ -369,3 +373,19 @@ def _put(module: nn.Module, name: str, value: Tensor, trainable: bool) -> None:
 def _put_module(model: nn.Module, name: str, module: nn.Module) -> None:
     owner, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(owner), leaf, module)
+
+
+def _cast_head(model: Model) -> None:
+    """Replaces the head of `model`, the matrix that makes logits, by one in FP8, in place, for serving.
+
+    It is the largest of a small model: 21 % of SmolLM2's parameters, read whole for every token. In FP8 a step reads
+    half of it. Each output channel has a scale from its own amax. On a CPU inputs stay in BF16, as in the recipe w8a16,
+    which is as fast there and more accurate. A GPU multiplies only operands of one type, so there each token's input is
+    cast, as in the recipe rowwise. A row of logits does not depend on other rows. A head that is tied to the embedding
+    becomes a separate matrix, and the embedding stays as it is.
+    """
+    weight = cast(Tensor, model.head.weight)
+    recipe = cast(Recipe, from_name("rowwise" if weight.is_cuda else "w8a16"))
+    frozen = FrozenLinear.from_linear(cast(nn.Linear, model.head), recipe, out_dtype=weight.dtype)
+    release_pages(weight)
+    _put_module(model, model.head_name, frozen)

@@ -14,7 +14,6 @@ from fp8serve import __version__
 from fp8serve.errors import ModelError
 from fp8serve.fp8.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Float8WeightOnly, Recipe
 from fp8serve.fp8.spec import UNQUANTIZED, QuantSpec
-from fp8serve.model.agreement import check_agreement
 from fp8serve.model.checkpoint import kv_scales
 from fp8serve.model.export import write_calibrated
 from fp8serve.model.formats import FORMATS
@@ -22,7 +21,7 @@ from fp8serve.model.formats.interop import BLOCKED_INPUT, PER_TOKEN, STATIC
 from fp8serve.model.formats.quantization_config import quantization_files
 from fp8serve.model.formats.scales import FILE_NAME, ScalingCheckpoint, TensorScale, load_scales
 from fp8serve.model.storage.files import present, read_json
-from fp8serve.model.stored import Checkpoint, StoredLinear, open_checkpoint
+from fp8serve.model.stored import Checkpoint, StoredLinear, check_agreement, open_checkpoint
 
 _CURRENT = Float8CurrentScaling()
 # How inputs are quantized -> the recipes that do so; the first one that scales weights as the file does is taken.

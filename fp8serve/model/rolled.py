@@ -16,7 +16,6 @@ from pathlib import Path
 from fp8serve import __version__
 from fp8serve.errors import Fp8ServeError, ModelError
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
-from fp8serve.model.agreement import check_agreement
 from fp8serve.model.export import write_calibrated
 from fp8serve.model.formats.scales import FILE_NAME, ScalingCheckpoint, load_scales, read_scales
 from fp8serve.model.rewriting import (
@@ -30,7 +29,7 @@ from fp8serve.model.rewriting import (
 )
 from fp8serve.model.storage.files import present
 from fp8serve.model.storage.opening import real_path
-from fp8serve.model.stored import Checkpoint, StoredLinear, open_checkpoint
+from fp8serve.model.stored import Checkpoint, StoredLinear, check_agreement, open_checkpoint
 
 
 def write_rolled(source: Path, out: Path, moved: ScalingCheckpoint, scales: Path | None = None) -> None:

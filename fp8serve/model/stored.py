@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fp8serve.errors import ModelError
+from fp8serve.errors import ModelError, ScalesError
 from fp8serve.fp8 import ops
 from fp8serve.fp8.spec import UNQUANTIZED, WEIGHTS, QuantSpec
 from fp8serve.fp8.stateful import state_key
@@ -24,7 +24,7 @@ from fp8serve.model.config.wrappers import read_text_config, text_shards
 from fp8serve.model.formats import interop
 from fp8serve.model.formats.interop import Quantization, ScaleKey
 from fp8serve.model.formats.microscaling import Widened, widened
-from fp8serve.model.formats.scales import FILE_NAME
+from fp8serve.model.formats.scales import FILE_NAME, ScalingCheckpoint
 from fp8serve.model.formats.torchao import plain_names
 from fp8serve.model.formats.unstacked import unstacked
 from fp8serve.model.network.encoder import Encoder
@@ -316,3 +316,27 @@ def without_predictors(shards: Shards, config: ModelConfig) -> tuple[Shards, tup
 def _layer(key: str) -> str:
     match = _LAYER.match(key)
     return "" if match is None else match.group(0)[:-1]
+
+
+TOLERANCE = 0.01
+
+
+def check_agreement(checkpoint: Checkpoint, state: ScalingCheckpoint, where: str) -> None:
+    """ScalesError naming the first tensor in which `state`, read from `where`, and the directory's files differ."""
+    for key, problem in contradictions(checkpoint, state):
+        raise ScalesError(f"{where}: {key} {problem}; write the directory again.")
+
+
+def contradictions(checkpoint: Checkpoint, state: ScalingCheckpoint) -> Iterator[tuple[str, str]]:
+    """(tensor of the sidecar, how it differs from the scale in the checkpoint's files)."""
+    for key, entry in state.tensors.items():
+        owner, _, role = key.rpartition(".")
+        if role not in ("input", "weight", "k", "v"):
+            continue
+        name = checkpoint.scale_key(owner, role)  # type: ignore[arg-type]
+        if name is None or checkpoint.shards[name].numel() != 1:
+            continue
+        stored = float(checkpoint.shards[name])  # dequantizes; an invalid scale is refused where it is used
+        ratio = float(entry.scale) * stored
+        if 0 < stored < float("inf") and not abs(ratio - 1) <= TOLERANCE:
+            yield key, f"has a scale that is {ratio:.4g} times the one that {name} means"

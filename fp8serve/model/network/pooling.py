@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from fp8serve.errors import ModelError, RequestError, shown
+from fp8serve.model.config.encoder import ScoreActivation
 from fp8serve.model.config.sentence import FILE_NAME, modules_of, one_folder
 from fp8serve.model.storage.files import present, read_json, read_optional_json
 
@@ -127,3 +128,10 @@ def _prompts(said: Mapping[str, Any], model_dir: Path) -> tuple[dict[str, str], 
             "that is none of them."
         )
     return prompts, default
+
+
+def scored(logits: Tensor, activation: ScoreActivation) -> Tensor:
+    """[texts, labels]."""
+    if activation == "none":
+        return logits
+    return logits.softmax(1) if activation == "softmax" else logits.sigmoid()

@@ -20,8 +20,7 @@ from typing import BinaryIO, TypeVar
 
 from fp8serve.errors import DataError, one_line
 from fp8serve.model.storage.opening import open_file
-from fp8serve.model.text.parquet import parquet_rows
-from fp8serve.model.text.tables import Row, array_rows, csv_rows, too_large
+from fp8serve.model.text.tables import Row, array_rows, csv_rows, parquet_rows, too_large
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ The pieces then concatenate to exactly what `decode` gives for the whole, on any
 
 A failure of the library, a panic of its Rust code included, is a ModelError while the tokenizer is read, and a
 TokenizerError for a text or for tokens. How much text and time a token may cost is checked when the tokenizer is read
-(decoder_bound.py).
+(text_bound.py).
 """
 
 import re
@@ -25,10 +25,9 @@ import tokenizers
 from fp8serve.errors import Fp8ServeError, ModelError, RequestError, TokenizerError, one_line, shown
 from fp8serve.model.storage.files import MAX_CARRIED_BYTES, present, read_optional_json, read_text
 from fp8serve.model.text.chat import NOTHING, ChatTemplate, Message
-from fp8serve.model.text.decoder_bound import check_decoder
 from fp8serve.model.text.limited_process import is_limited
 from fp8serve.model.text.limited_template import LimitedTemplate, outcome
-from fp8serve.model.text.text_bound import TextBound, text_bound
+from fp8serve.model.text.text_bound import TextBound, check_decoder, text_bound
 from fp8serve.model.text.turns import Conversation, MarkedText, Markers, Span, assistant_spans
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")

@@ -13,7 +13,7 @@ from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.storage.shards import Shards
 from fp8serve.model.transformers_backend.experts import STACKS
 from fp8serve.model.transformers_backend.network import TransformersModel
-from fp8serve.model.transformers_backend.turned_files import Turned
+from fp8serve.model.transformers_backend.transposed import Turned
 
 Rename = Callable[[str], str]
 

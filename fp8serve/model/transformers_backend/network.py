@@ -15,8 +15,7 @@ from fp8serve.fp8.stacked import Stacked
 from fp8serve.model.config.decoder import ModelConfig, TransformersClass
 from fp8serve.model.network.decoder import Attend
 from fp8serve.model.network.experts import mixtures
-from fp8serve.model.transformers_backend.attention import SERVED, answering
-from fp8serve.model.transformers_backend.building import build
+from fp8serve.model.transformers_backend.building import SERVED, answering, build
 from fp8serve.model.transformers_backend.experts import in_mixtures
 from fp8serve.model.transformers_backend.transposed import as_linears
 

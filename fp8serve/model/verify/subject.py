@@ -1,13 +1,15 @@
 """A checkpoint as it is on disk: the tensors that can be read, their roles according to their names, and read errors.
 
-Nothing is refused here. A file that cannot be read becomes a finding, and the others are still checked.
+Nothing is refused here. A file that cannot be read becomes a finding, and the others are still checked. The codes of an
+FP8 weight are counted once: a table of 256 counts and each group's largest. A weight is read from the mapped file a few
+million codes at a time.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,9 +23,107 @@ from fp8serve.model.formats.scales import FILE_NAME
 from fp8serve.model.formats.torchao import plain_name, plain_names
 from fp8serve.model.storage.files import present, read_json
 from fp8serve.model.storage.shards import INDEX, SINGLE, Shards, StoredTensor, read_header
-from fp8serve.model.transformers_backend.turned_files import as_multiplied
-from fp8serve.model.verify.codes import Codes, codes_of
-from fp8serve.model.verify.finding import Finding, error
+from fp8serve.model.transformers_backend.transposed import as_multiplied
+
+Severity = Literal["error", "warning"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """severity "error": answers would be wrong if it were served like this, or a reader refuses it. check: the kind of
+    finding, one word. tensor: its name, or that of a file or a key of config.json."""
+
+    severity: Severity
+    check: str
+    tensor: str
+    what: str  # follows the tensor's name: "holds the scale nan"
+    do: str  # an imperative: "quantize the model again"
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.tensor} {self.what}; {self.do}."
+
+
+def error(check: str, tensor: str, what: str, do: str) -> Finding:
+    return Finding("error", check, tensor, what, do)
+
+
+def warning(check: str, tensor: str, what: str, do: str) -> Finding:
+    return Finding("warning", check, tensor, what, do)
+
+
+_MAGNITUDE, _PART = 0x7F, 2**22
+
+
+@dataclass(frozen=True)
+class Codes:
+    """counts: how often each byte occurs, int64 [256]. largest: FP32, the largest magnitude in each group that shares a
+    scale; NaN does not count."""
+
+    counts: Tensor
+    largest: Tensor
+    values: Tensor  # FP32 [256], the value of each byte
+
+    @property
+    def total(self) -> int:
+        return int(self.counts.sum())
+
+    @property
+    def num_nan(self) -> int:
+        return int(self.counts[self.values.isnan()].sum())
+
+    @property
+    def rms(self) -> float:
+        squares = self.values.double().square() * self.counts
+        return float((squares[squares.isfinite()].sum() / max(self.total, 1)).sqrt())
+
+    def at(self, magnitude: float) -> int:
+        """The number of codes with this magnitude."""
+        return int(self.counts[self.values.abs() == magnitude].sum())
+
+
+def codes_of(stored: Tensor, kind: Granularity) -> Codes:
+    """The statistics of an FP8 weight [N, K], or a stack of them, with one scale for each `kind`."""
+    values = byte_values(stored.dtype)
+    raw = stored.view(torch.uint8).flatten(0, -2)  # [experts * rows, columns]
+    counts, rows = torch.zeros(256, dtype=torch.int64), []
+    for part in _parts(raw):
+        counts += torch.bincount(part.flatten(), minlength=256)
+        if kind != "tensor":
+            rows.append(_largest_of_rows(part, values, kind))
+    if kind == "tensor" or not rows:
+        seen = values.abs()[(counts > 0) & ~values.isnan()]
+        return Codes(counts, seen.amax().reshape(1) if len(seen) else torch.zeros(1), values)
+    largest = torch.cat(rows)
+    if kind == "block128x128":
+        in_rows = largest.reshape(-1, stored.shape[-2], largest.shape[-1]).transpose(-1, -2)
+        largest = _blocked(in_rows).flatten()
+    return Codes(counts, largest, values)
+
+
+def _parts(raw: Tensor) -> Iterator[Tensor]:
+    """Some rows at a time."""
+    step = max(1, _PART // max(raw.shape[1], 1))
+    return (raw[first : first + step] for first in range(0, len(raw), step))
+
+
+def _largest_of_rows(raw: Tensor, values: Tensor, kind: Granularity) -> Tensor:
+    """[rows] or, for blocks, [rows, blocks]."""
+    magnitudes = torch.nan_to_num(values[: _MAGNITUDE + 1], nan=0.0)[(raw & _MAGNITUDE).long()]
+    return magnitudes.amax(-1) if kind == "row" else _blocked(magnitudes)
+
+
+def _blocked(values: Tensor, size: int = 128) -> Tensor:
+    """The largest of every `size` along the last dimension; the last block may be smaller."""
+    padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % size))
+    return padded.reshape(*values.shape[:-1], -1, size).amax(-1)
+
+
+@cache
+def byte_values(dtype: torch.dtype) -> Tensor:
+    """FP32 [256]: the value of each byte in this FP8 type."""
+    return torch.arange(256, dtype=torch.int16).to(torch.uint8).view(dtype).float()
+
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 AGAIN = "download or write it again"

@@ -2,7 +2,7 @@
 
 A template contains the marks that its model was trained to write, because it writes them itself into the conversations
 that it renders; the table below begins with the most specific marks. A template that takes no tools
-at all gets Hermes' form, which is then described to the model (`model/text/tool_prompt.py`).
+at all gets Hermes' form, which is then described to the model (`model/text/chat.py`).
 """
 
 from collections.abc import Mapping
