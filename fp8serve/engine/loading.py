@@ -16,13 +16,13 @@ from torch import Tensor
 from fp8serve.engine.bad_words import Bans
 from fp8serve.engine.draft_model import DraftParts, LoadedDraft, draft_config, load_draft
 from fp8serve.engine.grammar import Grammars
-from fp8serve.engine.graphs import GraphReport
 from fp8serve.engine.kept_prefixes import KeptPrefixes, kept_prefixes
 from fp8serve.engine.memory import CachePlan, check_length, plan, plan_on_gpu, weight_bytes
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.packing import Packer, packer_of
 from fp8serve.engine.request import EngineLimits
 from fp8serve.engine.runner import Runner
+from fp8serve.engine.step import GraphReport
 from fp8serve.engine.task import check_generates
 from fp8serve.engine.traffic import Calibrated, Traffic, input_scale
 from fp8serve.errors import MachineError, ModelError, ScalesError

@@ -27,8 +27,8 @@ from fp8serve.fp8.own_linear import OwnLinear
 from fp8serve.fp8.stacked import Stacked
 from fp8serve.model.building import Model
 from fp8serve.model.network.fusing import Projections
-from fp8serve.model.storage.mapped import release_pages
 from fp8serve.model.storage.memory import free_memory, trim
+from fp8serve.model.storage.shards import release_pages
 
 ROOM = 0.6  # the share of free memory that packed weights may take; up to a quarter belongs to the cache
 

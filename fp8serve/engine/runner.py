@@ -1,4 +1,4 @@
-"""Runs a step's tensors (step.py) through the model and returns logits; decoding steps by CUDA graphs (graphs.py).
+"""Runs a step's tensors (step.py) through the model and returns logits; decoding steps by CUDA graphs.
 
 Log-probabilities of a prompt's tokens come from the logits of the tokens before them. Such logits of a long prompt
 would be the largest tensor of all, [tokens, vocabulary] in FP32, so they are computed some rows at a time and only the
@@ -19,13 +19,23 @@ import torch
 from torch import Tensor
 
 from fp8serve.engine.adapters import Adapters
-from fp8serve.engine.graphs import Buffers, Capture, CudaCapture, GraphedDecode, GraphReport, Recorded
 from fp8serve.engine.options import MAX_LORA_RANK, EngineOptions
 from fp8serve.engine.output import TokenLogprob
 from fp8serve.engine.sampling_params import MAX_LOGPROBS
 from fp8serve.engine.scheduler import Work
 from fp8serve.engine.sequence import Sequence
-from fp8serve.engine.step import Queries, StepTensors, flatten, to_device
+from fp8serve.engine.step import (
+    Buffers,
+    Capture,
+    CudaCapture,
+    GraphedDecode,
+    GraphReport,
+    Queries,
+    Recorded,
+    StepTensors,
+    flatten,
+    to_device,
+)
 from fp8serve.errors import MachineError
 from fp8serve.fp8 import ops as ops  # registers the ops called below
 from fp8serve.fp8.elementwise import rotary

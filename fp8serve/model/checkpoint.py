@@ -41,8 +41,8 @@ from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.network.experts import reset_token_counts
 from fp8serve.model.network.modern_encoder import encoder_class
 from fp8serve.model.storage.files import present
-from fp8serve.model.storage.mapped import release_pages
 from fp8serve.model.storage.opening import real_path
+from fp8serve.model.storage.shards import release_pages
 from fp8serve.model.stored import Checkpoint, StoredLinear, check_agreement, open_checkpoint
 from fp8serve.model.transformers_backend.network import TransformersModel
 from fp8serve.model.transformers_backend.trial import check_against_class

@@ -44,9 +44,8 @@ from fp8serve.model.storage.files import (
     whole_directory,
     write_json,
 )
-from fp8serve.model.storage.mapped import release_pages
 from fp8serve.model.storage.opening import regular_file
-from fp8serve.model.storage.shards import DTYPES, SINGLE, write_index
+from fp8serve.model.storage.shards import DTYPES, SINGLE, release_pages, write_index
 from fp8serve.model.stored import StoredLinear, open_checkpoint
 
 __all__ = ["FORMATS", "write_calibrated", "write_hf_directory"]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8serve.errors import JobError
-from fp8serve.model.storage.mapped import release_pages
+from fp8serve.model.storage.shards import release_pages
 from fp8serve.train import eight_bit
 from fp8serve.train.config import TrainConfig
 

@@ -31,8 +31,8 @@ from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.config.mixture import CORRECTION, Routing
 from fp8serve.model.config.mixture import Experts as ExpertSettings
 from fp8serve.model.network.fusing import GATED, Ending, direct
-from fp8serve.model.storage.mapped import release_pages
 from fp8serve.model.storage.memory import free_memory, trim
+from fp8serve.model.storage.shards import release_pages
 
 _add_weighted = torch.ops.fp8serve.add_weighted.default
 _choose_experts = torch.ops.fp8serve.choose_experts.default

@@ -4,8 +4,9 @@ The `safetensors` library opens files by their paths, so that a link could be pu
 the header itself, and refuses what the library refuses (tensors that overlap, leave gaps, or do not fill the file) and
 what it does not: duplicate keys, names that are paths, headers larger than any model's, shard names in the index that
 leave the directory, links to elsewhere, and tensors that the index promises but the shards do not hold. A tensor is a
-view of the mapped file: nothing is copied
-until it is used, so a model larger than memory can be walked through layer by layer. All tensors of a file are views of
+view of the mapped file: nothing is copied until it is used, so a model larger than memory can be walked through layer
+by layer. A page that was read stays in this process's memory as long as the mapping lives, that is, until the last
+tensor of the file is gone: after copying a tensor elsewhere, call `release_pages`. All tensors of a file are views of
 one mapping, so that adjacent ones can be used as one matrix (fp8/joined.py); a tensor that is misaligned for its type
 is copied.
 
@@ -17,11 +18,13 @@ Pickles (`pytorch_model.bin`) are not read on purpose: loading one runs the code
 
 import json
 import math
+import mmap
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -29,7 +32,35 @@ from torch import Tensor
 from fp8serve.errors import ModelError, shown
 from fp8serve.model.storage.files import present, read_json, write_json
 from fp8serve.model.storage.headers import header_json
-from fp8serve.model.storage.mapped import map_file
+from fp8serve.model.storage.opening import open_member
+
+_FILES: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()  # by the address at which each begins
+
+
+def map_file(path: Path) -> Tensor:
+    """The bytes of a file, uint8; writing to them changes this process's memory only. ModelError: `path` is no file of
+    its directory (`opening.open_member`), or is empty."""
+    with open_member(path, error=ModelError) as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    whole = torch.frombuffer(mapped, dtype=torch.uint8)
+    _FILES[whole.data_ptr()] = mapped
+    return whole
+
+
+def release_pages(tensor: Tensor) -> None:
+    """Release the pages that only `tensor` covers from this process's memory, if it is a view of a mapped file.
+
+    Its values do not change: they are read from the file again when touched.
+    """
+    base = tensor.untyped_storage().data_ptr()
+    mapped = _FILES.get(base)
+    if mapped is None or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    start = tensor.data_ptr() - base
+    first, end = -(-start // mmap.PAGESIZE), (start + tensor.nbytes) // mmap.PAGESIZE
+    if end > first:
+        mapped.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (end - first) * mmap.PAGESIZE)
+
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,255}")

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fp8serve.errors import DataError, Fp8ServeError, json_fault, json_kind, shown
-from fp8serve.model.text.chat_rows import is_learnt, messages_of, tools_of, valid_unicode
-from fp8serve.model.text.conversation import for_template
+from fp8serve.model.text.chat_rows import for_template, is_learnt, messages_of, tools_of, valid_unicode
 from fp8serve.model.text.data_files import LIMITS, DataLimits, Rows, read_source, source_name
 from fp8serve.model.text.tables import JSON_ROWS
 from fp8serve.model.text.tokenizer import Tokenizer
