@@ -342,8 +342,8 @@ async def _spawn(model_dir: Path, options: EngineOptions, log_format: LogFormat)
         server = await asyncio.start_unix_server(accept, path, limit=MAX_LINE)
         os.chmod(path, 0o600)
         try:
-            told = ["--options", options.to_json(), "--log-format", log_format]
-            return await _spawned(path, model_dir, told, connected)
+            arguments = ["--options", options.to_json(), "--log-format", log_format]
+            return await _spawned(path, model_dir, arguments, connected)
         finally:
             server.close()
     finally:
@@ -351,9 +351,9 @@ async def _spawn(model_dir: Path, options: EngineOptions, log_format: LogFormat)
 
 
 async def _spawned(
-    path: str, model_dir: Path, told: list[str], connected: asyncio.Future[Connection]
+    path: str, model_dir: Path, arguments: list[str], connected: asyncio.Future[Connection]
 ) -> tuple[Process, Connection]:
-    command = module_command("fp8serve.engine.worker", "--model", str(model_dir), "--socket", path, *told)
+    command = module_command("fp8serve.engine.worker", "--model", str(model_dir), "--socket", path, *arguments)
     with without_interrupts():
         process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
     ended = asyncio.create_task(process.wait())
@@ -372,9 +372,10 @@ async def _spawned(
 
 def _error(message: dict[str, Any]) -> Fp8ServeError:
     """The worker's error as the class it was raised as; MachineError for a class that is not fp8serve's."""
-    found = getattr(errors, message["error"], None)
-    kind = found if isinstance(found, type) and issubclass(found, Fp8ServeError) else MachineError
-    return kind(message["message"])
+    kind = getattr(errors, message["error"], None)
+    if isinstance(kind, type) and issubclass(kind, Fp8ServeError):
+        return kind(message["message"])
+    return MachineError(message["message"])
 
 
 def _ending(status: int) -> str:

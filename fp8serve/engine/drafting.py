@@ -75,13 +75,13 @@ class Drafter:
 
     def _last_time(self) -> int | None:
         """Where the longest known ending of the text ended the last time; None where there is none."""
-        found, end = None, len(self._text) - 1
+        best, end = None, len(self._text) - 1
         for length in range(SHORTEST, LONGEST + 1):
             start = self._text.rfind(self._text[-length:], 0, end)
             if start < 0:
                 break
-            found = end = start + length
-        return found
+            best = end = start + length
+        return best
 
 
 def price(rows: int) -> float:

@@ -31,22 +31,22 @@ Ids = Sequence[int]
 
 @dataclass
 class Call:
-    """The texts of one request. segments: 0 or 1 for every token of each text. found: the answer for each text, None
+    """The texts of one request. segments: 0 or 1 for every token of each text. answers: that of each text, None
     until it is computed."""
 
     number: int
     inputs: Sequence[Ids]
     segments: Sequence[Ids] | None = None
     dimensions: int | None = None
-    found: list[Any] = field(init=False)
-    taken: int = field(default=0, init=False)  # texts that have had their step
+    answers: list[Any] = field(init=False)
+    num_started: int = field(default=0, init=False)  # texts that have had their step
 
     def __post_init__(self) -> None:
-        self.found = [None] * len(self.inputs)
+        self.answers = [None] * len(self.inputs)
 
     @property
     def is_finished(self) -> bool:
-        return None not in self.found
+        return None not in self.answers
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,12 @@ class EncodingQueue:
         is_first = True
         while self._calls:
             call = self._calls[0]
-            place = Place(call, call.taken)
+            place = Place(call, call.num_started)
             if not is_first and len(place.ids) > room:
                 return
             self._calls.popleft()
-            call.taken += 1
-            if call.taken < len(call.inputs):
+            call.num_started += 1
+            if call.num_started < len(call.inputs):
                 self._calls.append(call)
             room, is_first = room - len(place.ids), False
             yield place
@@ -140,7 +140,7 @@ class EncoderEngine:
         texts, parts = [place.ids for place in places], segments if any(map(any, segments)) else None
         rows = self.encoder.step(texts, self._finish, parts)
         for place, answer in zip(places, self._answers(places, rows), strict=True):
-            place.call.found[place.index] = answer
+            place.call.answers[place.index] = answer
             if place.call.is_finished:
                 self._answered.append(place.call)
         self._totals["computed"] += sum(lengths)

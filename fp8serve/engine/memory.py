@@ -61,11 +61,11 @@ def plan(
     block_bytes = _block_bytes(config, options.block_size, cache_dtype)
     draft_bytes = 0 if draft is None else _block_bytes(draft, options.block_size, torch.bfloat16)
     both = block_bytes + draft_bytes
-    wanted = options.max_model_len or longest
+    length_limit = options.max_model_len or longest
     allowed = options.kv_cache_bytes or cache_memory(options.device) if memory is None else memory
     if options.num_blocks and options.kv_cache_bytes:
         _check_blocks(options.num_blocks, both, options.kv_cache_bytes)
-    blocks = options.num_blocks or _fitting(options, _blocks(wanted, options), both, allowed)
+    blocks = options.num_blocks or _fitting(options, _blocks(length_limit, options), both, allowed)
     length = options.max_model_len or min(longest, blocks * options.block_size)
     return CachePlan(length, blocks, block_bytes, draft_bytes)
 

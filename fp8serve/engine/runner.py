@@ -112,7 +112,7 @@ class Runner:
         hidden = self._hidden_of(work)  # [rows whose logits are needed, hidden]
         scores, sampling, end = [], list[int](), 0
         for item in work:
-            start, end = end, end + item.wanted
+            start, end = end, end + item.num_logits
             sampling += range(end - item.drawn, end)
             if positions := item.scored:
                 tokens = item.seq.token_ids[positions.start + 1 : positions.stop + 1]
@@ -177,19 +177,19 @@ class Runner:
         It copies layer by layer, because a GPU filled by the cache has no room for more.
         """
         index = torch.tensor(blocks, device=self.device)
-        found = {}
+        copies = {}
         for name, cache in self.caches().items():
-            found[name] = torch.empty((len(cache), len(blocks), *cache.shape[2:]), dtype=cache.dtype)
-            for into, layer in zip(found[name], cache, strict=True):
+            copies[name] = torch.empty((len(cache), len(blocks), *cache.shape[2:]), dtype=cache.dtype)
+            for into, layer in zip(copies[name], cache, strict=True):
                 _bytes(into).copy_(_bytes(layer).index_select(0, index))
-        return found
+        return copies
 
     def fill(self, blocks: list[int], tensors: Mapping[str, Tensor]) -> None:
         """Copies the first blocks of what `copies` returned into the blocks."""
         index = torch.tensor(blocks, device=self.device)
         for name, cache in self.caches().items():
-            for layer, given in zip(cache, tensors[name], strict=True):
-                _bytes(layer).index_copy_(0, index, _bytes(given[: len(blocks)]).to(self.device))
+            for layer, blocks_of_layer in zip(cache, tensors[name], strict=True):
+                _bytes(layer).index_copy_(0, index, _bytes(blocks_of_layer[: len(blocks)]).to(self.device))
 
     @contextmanager
     def _counting(self, live_rows: Tensor) -> Iterator[None]:

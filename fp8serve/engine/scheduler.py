@@ -69,7 +69,7 @@ class Work:
         return range(max(self.start, first), end)
 
     @property
-    def wanted(self) -> int:
+    def num_logits(self) -> int:
         """How many of its last tokens need logits."""
         return len(self.scored) + self.drawn
 
@@ -217,12 +217,12 @@ class Scheduler:
         over."""
         if room <= 0 or all(item.seq.drafter is None for item in decodes):
             return decodes
-        found: list[Work] = []
+        result: list[Work] = []
         for item in decodes:
-            draft = self._draft(item.seq, room // (len(decodes) - len(found)), len(decodes))
-            found.append(replace(item, count=1 + len(draft), draft=draft))
+            draft = self._draft(item.seq, room // (len(decodes) - len(result)), len(decodes))
+            result.append(replace(item, count=1 + len(draft), draft=draft))
             room -= len(draft)
-        return found
+        return result
 
     def _draft(self, seq: Sequence, room: int, rows: int) -> tuple[int, ...]:
         """A draft for `seq`, no longer than its remaining tokens; no sequence loses a block for it."""

@@ -26,8 +26,8 @@ class Status(Enum):
     FINISHED = "finished"
 
 
-class Guesser(Protocol):
-    """The part of `drafting.Drafter` that the rest of the engine uses."""
+class Drafter(Protocol):
+    """Drafts tokens of one sequence: `drafting.Drafter`, or `draft_model.ModelDrafter`."""
 
     def propose(self, token_ids: Items[int], room: int, rows: int) -> list[int]: ...
 
@@ -50,7 +50,7 @@ class Sequence:
     constraint: "Matcher | None" = None  # the engine, when the answer has a given form
     ban: Ban | None = None  # the engine, when there are texts that must not come
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # the engine, of tokens 1, 2, ...
-    drafter: Guesser | None = None  # the engine, where tokens are drafted
+    drafter: Drafter | None = None  # the engine, where tokens are drafted
     adapter: "LoadedAdapter | None" = None  # the engine, when the request names one
     arrived: float = field(default_factory=time.monotonic)  # the engine, when its process had the request
     admitted: float | None = None  # the scheduler, the first time; on the monotonic clock, as are the others

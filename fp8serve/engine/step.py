@@ -79,15 +79,15 @@ def flatten(work: list[Work], block_size: int, device: torch.device) -> StepTens
         positions += span
         slots += [table[i // block_size] * block_size + i % block_size for i in span]
         starts.append(len(token_ids))
-        last += range(len(token_ids) - item.wanted, len(token_ids))
+        last += range(len(token_ids) - item.num_logits, len(token_ids))
 
-    ids, places, into, wanted = _parts([token_ids, positions, slots, last], torch.long, device)
+    ids, places, into, rows = _parts([token_ids, positions, slots, last], torch.long, device)
     queries = _queries(work, starts, device)
     if len(last) == len(token_ids):
         return StepTensors(ids, places, into, queries, None, queries)
-    some = [item for item in work if item.wanted]
-    few = _queries(some, [0, *itertools.accumulate(item.wanted for item in some)], device)
-    return StepTensors(ids, places, into, queries, wanted, few)
+    some = [item for item in work if item.num_logits]
+    few = _queries(some, [0, *itertools.accumulate(item.num_logits for item in some)], device)
+    return StepTensors(ids, places, into, queries, rows, few)
 
 
 def _queries(work: list[Work], starts: list[int], device: torch.device) -> Queries:
@@ -236,8 +236,8 @@ class Buffers:
 
 def _slots(work: Sequence[Work], size: int, block_size: int) -> list[int]:
     """Where the keys and values go; nowhere (-1) for rows that are padding."""
-    found = [item.seq.block_table[item.start // block_size] * block_size + item.start % block_size for item in work]
-    return found + [-1] * (size - len(work))
+    slots = [item.seq.block_table[item.start // block_size] * block_size + item.start % block_size for item in work]
+    return slots + [-1] * (size - len(work))
 
 
 class GraphedDecode:

@@ -64,13 +64,13 @@ class TextThreads:
 def shares(lengths: Sequence[int], count: int) -> list[list[int]]:
     """Divides the indexes of texts of these lengths into `count` shares of about equal numbers of tokens: the longest
     text first, each to the share with fewest. Within a share they keep their order."""
-    found: list[list[int]] = [[] for _ in range(count)]
+    result: list[list[int]] = [[] for _ in range(count)]
     tokens = [0] * count
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         least = tokens.index(min(tokens))
-        found[least].append(index)
+        result[least].append(index)
         tokens[least] += lengths[index]
-    return [sorted(share) for share in found]
+    return [sorted(share) for share in result]
 
 
 def _inferring(compute: Compute) -> Callable[[Sequence[int]], Tensor]:

@@ -133,7 +133,7 @@ class Worker:
         self._send_outputs(self._engine.step())
         if isinstance(self._engine, EncoderEngine):
             for call in self._engine.take_answered():
-                self._send_values(call.number, call.found)
+                self._send_values(call.number, call.answers)
         self._step_began = None
 
     def _obey(self) -> None:

@@ -199,8 +199,8 @@ def _frozen_by(
             raise ScalesError(f"{scales} was given, but this recipe uses no stored scales; leave one of the two out.")
         return "bf16" if named is None else "recipe"
     state = _find_scales(checkpoint, None if scales is None else Path(scales))
-    as_told = recipe == "stored" and checkpoint.runs_in_high_precision
-    if state is None and not checkpoint.fp8_linears and not as_told:
+    stays_as_stored = recipe == "stored" and checkpoint.runs_in_high_precision
+    if state is None and not checkpoint.fp8_linears and not stays_as_stored:
         raise ModelError(
             f"{checkpoint.path} is not quantized and has no {FILE_NAME}; calibrate it first, give --scales FILE, "
             "or choose --recipe current, rowwise, block or bf16."
@@ -208,18 +208,18 @@ def _frozen_by(
     return state or "stored"
 
 
-def _find_scales(checkpoint: Checkpoint, given: Path | None) -> ScalingCheckpoint | None:
+def _find_scales(checkpoint: Checkpoint, chosen: Path | None) -> ScalingCheckpoint | None:
     """The scaling state of `given`, else of the file in the directory, whose scales are the exact inverses of the
     stored `input_scale`; None where there is no file or it holds only a KV cache's scales."""
-    path = checkpoint.path / FILE_NAME if given is None else real_path(given)
-    if given is None and not present(path):
+    path = checkpoint.path / FILE_NAME if chosen is None else real_path(chosen)
+    if chosen is None and not present(path):
         return None
     state = load_scales(path, checkpoint.path)
-    if given is None and not any(key.endswith(".input") for key in state.tensors):
+    if chosen is None and not any(key.endswith(".input") for key in state.tensors):
         return None
     linears = checkpoint.fp8_linears or checkpoint.linears
     check_covers(state, linears, str(path))
-    if given is None:
+    if chosen is None:
         check_agreement(checkpoint, state, str(path))
     return state
 
@@ -319,14 +319,16 @@ def kv_scales(model_dir: Path | str, scales: Path | str | None = None) -> dict[i
     checkpoint = open_checkpoint(model_dir)
     if state is not None and scales is None:
         check_agreement(checkpoint, state, str(path))
-    found = {}
+    by_layer = {}
     for layer in range(checkpoint.config.num_layers):
         pair = _kv_pair(checkpoint, state, f"model.layers.{layer}.self_attn")
         if pair is not None:
-            found[layer] = pair
-    if found and len(found) != checkpoint.config.num_layers:
-        raise ScalesError(f"{model_dir} has KV-cache scales for {len(found)} of {checkpoint.config.num_layers} layers.")
-    return found
+            by_layer[layer] = pair
+    if by_layer and len(by_layer) != checkpoint.config.num_layers:
+        raise ScalesError(
+            f"{model_dir} has KV-cache scales for {len(by_layer)} of {checkpoint.config.num_layers} layers."
+        )
+    return by_layer
 
 
 def cache_refusal(model_dir: Path | str, scales: Path | str | None = None) -> str | None:

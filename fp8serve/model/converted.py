@@ -160,12 +160,12 @@ def _write_small_files(folder: Path, model: nn.Module, config: Mapping[str, Any]
 
 
 def _copy_tokenizer(folder: Path, source: Any) -> None:
-    found = [Path(source) / name for name in CARRIED if source and regular_file(Path(source) / name)]
-    if not any(path.name.startswith("tokenizer") for path in found):
+    files = [Path(source) / name for name in CARRIED if source and regular_file(Path(source) / name)]
+    if not any(path.name.startswith("tokenizer") for path in files):
         raise ModelError(
             f"There is no tokenizer in {str(source)!r}; give the model's own, or the directory of it, as tokenizer=."
         )
-    for path in found:
+    for path in files:
         (folder / path.name).write_bytes(read_file(path, MAX_CARRIED_BYTES))
 
 
@@ -194,7 +194,7 @@ def _scales(model: nn.Module, config: Mapping[str, Any], recipe: Recipe) -> Scal
     counts = {key: int(state.steps) for key, state in states.items() if _observed(state)}
     return ScalingCheckpoint(
         recipe=recipe,
-        tensors={key: TensorScale(states[key].scale, _kept(states[key].amax_history)) for key in counts},
+        tensors={key: TensorScale(states[key].scale, _history_or_none(states[key].amax_history)) for key in counts},
         observations={"batches": max(counts.values(), default=0), "tensors": {k: max(n, 1) for k, n in counts.items()}},
         created_by=f"fp8serve {__version__} export",
     )
@@ -214,14 +214,14 @@ def _check_ran(served: set[str], states: Mapping[str, ScalingState]) -> None:
         )
 
 
-def _kept(history: Tensor) -> Tensor | None:
+def _history_or_none(history: Tensor) -> Tensor | None:
     """The history between two steps, with nothing staged; None for one without information, such as one of length 1."""
     history = history.clone()
     history[0] = 0.0
     return history if bool(history.any()) else None
 
 
-Found = dict[str, Tensor]  # the fields of one state
+StateFields = dict[str, Tensor]  # the fields of one state
 
 
 def restore_scaling(model: nn.Module, path: Path | str) -> int:
@@ -233,37 +233,37 @@ def restore_scaling(model: nn.Module, path: Path | str) -> int:
     """
     path = Path(path)
     modules = {plain_name(name): m for name, m in unwrapped(model).named_modules() if isinstance(m, Stateful)}
-    stored = _beside(path) if (path / FILE_NAME).exists() else _among_weights(path)
+    stored = _from_scales_file(path) if (path / FILE_NAME).exists() else _among_weights(path)
     fitting = [key for key in stored if key.rpartition(".")[0] in modules]
     if not fitting:
         raise ScalesError(f"{path} holds no scaling state of a layer of this model; was the model converted?")
     for owner, module in modules.items():
         keys = {name: f"{owner}.{name}" for name in module.state_names()}
-        found = {n: restored(stored[key], key, module.state_device()) for n, key in keys.items() if key in stored}
-        module.scaling.update(found)
+        states = {n: restored(stored[key], key, module.state_device()) for n, key in keys.items() if key in stored}
+        module.scaling.update(states)
     return len(fitting)
 
 
-def _beside(path: Path) -> dict[str, Found]:
+def _from_scales_file(path: Path) -> dict[str, StateFields]:
     """The states of scales.safetensors, which has no counters; where no history is kept, it is empty."""
     tensors = load_scales(path / FILE_NAME).tensors
     histories = {k: torch.zeros(1) if e.amax_history is None else e.amax_history for k, e in tensors.items()}
     return {key: {"scale": entry.scale, "amax_history": histories[key]} for key, entry in tensors.items()}
 
 
-def _among_weights(path: Path) -> dict[str, Found]:
+def _among_weights(path: Path) -> dict[str, StateFields]:
     shards = open_shards(path)
-    found: dict[str, Found] = {}
+    states: dict[str, StateFields] = {}
     for name in shards:
         if (place := state_key(name)) is not None:
             tensor, field = place
-            found.setdefault(tensor, {})[field] = shards[name]
-    for key, state in found.items():
+            states.setdefault(tensor, {})[field] = shards[name]
+    for key, state in states.items():
         _check(path, key, state)
-    return found
+    return states
 
 
-def _check(path: Path, key: str, state: Found) -> None:
+def _check(path: Path, key: str, state: StateFields) -> None:
     """ScalesError for a state that `state_dict` cannot have written, or that `load_scales` would refuse."""
     sizes = {"scale": 0, "amax_history": 1, "nonfinite": 0, "steps": 0}
     if set(state) != set(sizes) or any(state[field].dim() != dim for field, dim in sizes.items()):

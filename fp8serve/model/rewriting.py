@@ -48,12 +48,14 @@ def rewrite(source: Path | str, out: Path | str, format: str) -> None:
         )
     stored = stored_linears(checkpoint)
     recipe = recipe_of(checkpoint, stored, format)
-    state = kept_state(checkpoint, recipe) or state_of(checkpoint, stored, recipe)
+    state = retained_state(checkpoint, recipe) or state_of(checkpoint, stored, recipe)
     weight = recipe.specs.linear["weight"]
     quantized = {name: (linear.weight_q, fitted(linear, weight)) for name, linear in stored.items()}
     matrices = stored_matrices(checkpoint)
-    kept = checkpoint.kept_linears
-    write_calibrated(out, source, state, quantized=quantized, matrices=matrices, kept=kept, format=format)
+    high_precision = checkpoint.high_precision_linears
+    write_calibrated(
+        out, source, state, quantized=quantized, matrices=matrices, high_precision=high_precision, format=format
+    )
 
 
 def stored_linears(checkpoint: Checkpoint) -> _Stored:
@@ -121,12 +123,12 @@ def fitted(linear: StoredLinear, spec: QuantSpec) -> Tensor:
 
 def format_of(source: Path) -> str:
     """The format of the directory's FP8 weights, if we can write it; else the default."""
-    said: Any = read_json(source / "config.json").get("quantization_config")
-    method = said.get("quant_method") if isinstance(said, dict) else None
+    config: Any = read_json(source / "config.json").get("quantization_config")
+    method = config.get("quant_method") if isinstance(config, dict) else None
     return method if method in FORMATS else FORMATS[0]
 
 
-def kept_state(checkpoint: Checkpoint, recipe: Recipe) -> ScalingCheckpoint | None:
+def retained_state(checkpoint: Checkpoint, recipe: Recipe) -> ScalingCheckpoint | None:
     """The scaling state beside the weights, with its histories, if it has the same layout."""
     path = checkpoint.path / FILE_NAME
     if not present(path):

@@ -97,17 +97,17 @@ class Checkpoint(Mapping[str, Tensor]):
         linears = frozenset(self.linears)
         self.fp8_linears = [name for name in in_fp8 if name in linears]
         self.fp8_matrices = [name for name in in_fp8 if name not in linears]
-        self.kept_linears = [n for n in self.linears if self.fp8_linears and n not in in_fp8]  # in high precision
+        self.high_precision_linears = [n for n in self.linears if self.fp8_linears and n not in in_fp8]
 
     def _place(self, key: str) -> None:
         """Classify one key of the file; ModelError when it has no place."""
         if self._is_training_state(key):
             return
         if key in self.shapes:
-            found = self.shards.entries[key].shape
-            if found != self.shapes[key]:
+            shape = self.shards.entries[key].shape
+            if shape != self.shapes[key]:
                 expected = list(self.shapes[key])
-                raise ModelError(f"{self.path}: {key} has the shape {list(found)}; config.json makes it {expected}.")
+                raise ModelError(f"{self.path}: {key} has the shape {list(shape)}; config.json makes it {expected}.")
             return
         scale = interop.classify(key)
         if scale is not None:

@@ -195,9 +195,9 @@ def _refuse(raw: Mapping[str, Any], family: EncoderFamily, where: str) -> None:
     names = raw.get("architectures")
     known = [name for name in (family.architecture, family.classifier, family.pretrained) if name]
     if names and names not in [[name] for name in known]:
-        found = names[0] if isinstance(names, list) else names
+        class_name = names[0] if isinstance(names, list) else names
         raise ModelError(
-            f"{where}: the architecture {shown(found)} is not supported; of this family {' and '.join(known)} "
+            f"{where}: the architecture {shown(class_name)} is not supported; of this family {' and '.join(known)} "
             f"{'are' if len(known) > 1 else 'is'}."
         )
     honoured = _MODERN if family.is_modern else _HONOURED
@@ -220,8 +220,8 @@ def head_of(raw: Mapping[str, Any], where: str) -> Head:
     if not isinstance(named, dict) or not named or sorted(named) != sorted(map(str, range(len(named)))):
         raise ModelError(f"{where}: id2label is {shown(named)} where a name for each of 0, 1, 2, ... was expected.")
     labels = tuple(str(named[str(i)]) for i in range(len(named)))
-    said = raw.get("sentence_transformers") or {}
-    name = said.get("activation_fn") if isinstance(said, dict) else said
+    settings = raw.get("sentence_transformers") or {}
+    name = settings.get("activation_fn") if isinstance(settings, dict) else settings
     name = name or raw.get("sbert_ce_default_activation_function")
     if name is None:
         return Head(labels, _usual_activation(raw.get("problem_type"), len(labels)))

@@ -28,20 +28,20 @@ def latent_of(get: Reader) -> Latent | None:
     """The latent attention of the family that `get` reads; None if it has none."""
     if not get.family.latent:
         return None
-    found = Latent(
+    latent = Latent(
         None if get("q_lora_rank") is None else get.positive("q_lora_rank"),
         get.positive("kv_lora_rank"),
         get.positive("qk_nope_head_dim"),
         get.positive("qk_rope_head_dim"),
         get.positive("v_head_dim"),
     )
-    for key, size in {"kv_lora_rank": found.rank, "qk_rope_head_dim": found.turned}.items():
+    for key, size in {"kv_lora_rank": latent.rank, "qk_rope_head_dim": latent.turned}.items():
         if size % 2:
             raise get.complain(key, size, "an even number")
-    for key, size in {"qk_head_dim": found.still + found.turned, "head_dim": found.turned}.items():
+    for key, size in {"qk_head_dim": latent.still + latent.turned, "head_dim": latent.turned}.items():
         if get.raw.get(key) not in (None, size):
             raise get.complain(key, get.raw[key], str(size))
-    return found
+    return latent
 
 
 def latent_attention(get: Reader, latent: Latent) -> dict[str, Any]:

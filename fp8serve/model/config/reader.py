@@ -185,9 +185,9 @@ class Fields:
 
     def objects(self, key: str) -> "list[Fields]":
         """The objects in an object, whatever their names; empty when there is none."""
-        if (found := self.object(key)) is None:
+        if (fields := self.object(key)) is None:
             return []
-        return [Fields(v, f"{found.where}.{shown(k)}", self._error) for k, v in found._values.items()]
+        return [Fields(v, f"{fields.where}.{shown(k)}", self._error) for k, v in fields._values.items()]
 
     def anything(self, key: str, default: Any = None) -> Any:
         """For values that are compared only, and quoted by `shown`."""

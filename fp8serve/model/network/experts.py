@@ -116,12 +116,12 @@ class Experts(nn.ModuleList):
             return stacks[0].mlp(stacks[1], x, chosen, weights, self._counter(chosen.device))
         rows, places, offsets = _sort_by_expert(chosen, self._counter(chosen.device))
         if self.every_expert:
-            said = self._by_every_expert(x, rows, offsets)
+            outputs = self._by_every_expert(x, rows, offsets)
         else:
-            said = self._by_chosen(x, rows, offsets, stacks)
-        if torch.is_grad_enabled() or said.dtype is not x.dtype:
-            return add_weighted(said, places, weights, x.dtype)
-        return _add_weighted(said, places, weights)  # type: ignore[no-any-return]
+            outputs = self._by_chosen(x, rows, offsets, stacks)
+        if torch.is_grad_enabled() or outputs.dtype is not x.dtype:
+            return add_weighted(outputs, places, weights, x.dtype)
+        return _add_weighted(outputs, places, weights)  # type: ignore[no-any-return]
 
     def _by_chosen(self, x: Tensor, tokens: Tensor, offsets: Tensor, stacks: tuple[Stacked, Stacked] | None) -> Tensor:
         """[T * k, hidden]: the outputs of each token's experts, sorted by expert."""
@@ -230,10 +230,10 @@ class Mixture(nn.Module):
         names = self.settings.names
         if names.shared is None:
             return total
-        said: Tensor = self._child(names.shared)(x)
+        output: Tensor = self._child(names.shared)(x)
         if names.shared_gate is not None:
-            said = torch.sigmoid(self._child(names.shared_gate)(x)) * said
-        return total + said
+            output = torch.sigmoid(self._child(names.shared_gate)(x)) * output
+        return total + output
 
     def _child(self, name: str) -> nn.Module:
         return cast(nn.Module, self._modules[name])
@@ -251,20 +251,20 @@ class Mixture(nn.Module):
 
 def mixtures(model: nn.Module) -> dict[str, Experts]:
     """The experts of every mixture in `model`, by the name of the mixture."""
-    found = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
-    return {name.rpartition(".")[0]: experts for name, experts in found.items()}
+    result = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
+    return {name.rpartition(".")[0]: experts for name, experts in result.items()}
 
 
 @contextmanager
 def every_expert(model: nn.Module) -> Iterator[None]:
     """Inside, every token runs through every expert, see `Mixture`."""
-    found = mixtures(model).values()
+    experts = mixtures(model).values()
     try:
-        for mixture in found:
+        for mixture in experts:
             mixture.every_expert = True
         yield
     finally:
-        for mixture in found:
+        for mixture in experts:
             mixture.every_expert = False
 
 
@@ -276,11 +276,11 @@ def reset_token_counts(model: nn.Module) -> None:
 
 def rows_of_experts(model: nn.Module) -> dict[str, int]:
     """The number of rows that every expert's linear has seen, by its name in `model`."""
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     for name, mixture in mixtures(model).items():
         for index, (expert, rows) in enumerate(zip(mixture, mixture.tokens.tolist(), strict=True)):
-            found |= {f"{name}.experts.{index}.{leaf}": rows for leaf in cast(Expert, expert).names}
-    return found
+            result |= {f"{name}.experts.{index}.{leaf}": rows for leaf in cast(Expert, expert).names}
+    return result
 
 
 class GroupRouter(nn.Module):
@@ -307,11 +307,11 @@ class ExpertChoice:
     """The way of one family."""
 
     def __init__(self, settings: ExpertSettings) -> None:
-        routing = settings.routing or Routing(scale=1.0, groups=1, kept=1, sigmoid=False)
+        routing = settings.routing or Routing(scale=1.0, groups=1, chosen_groups=1, sigmoid=False)
         self._scores = Scores.SIGMOID if routing.sigmoid else Scores.SOFTMAX
         if settings.weighs_chosen:
             self._scores = Scores.SOFTMAX_OF_CHOSEN
-        self._groups = settings.per_token, int(self._scores), routing.groups, routing.kept
+        self._groups = settings.per_token, int(self._scores), routing.groups, routing.chosen_groups
         self._weights = settings.normalizes, routing.scale
         self._dtype = torch.float32 if settings.wide_weights else None
         self._closeness = settings.closeness

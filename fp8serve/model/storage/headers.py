@@ -69,8 +69,8 @@ def require_finite(directory: Path) -> None:
 def _first_bad(path: Path) -> str | None:
     header, begin, _ = header_json(path)
     with open_member(path, error=ModelError) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        found = (n for n, about in header.items() if n != "__metadata__" and _is_bad(content, begin, about))
-        return next(found, None)
+        bad = (n for n, about in header.items() if n != "__metadata__" and _is_bad(content, begin, about))
+        return next(bad, None)
 
 
 def _is_bad(content: mmap.mmap, begin: int, about: dict[str, Any]) -> bool:

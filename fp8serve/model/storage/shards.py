@@ -105,10 +105,10 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
 def _entry(path: Path, name: str, value: Any, begin: int) -> StoredTensor:
     if not _NAME.fullmatch(name):
         raise ModelError(f"{path} holds a tensor of the name {name[:80]!r}, which is not a parameter's name.")
-    found = value.get("dtype") if isinstance(value, dict) else value
-    dtype = DTYPES.get(found) if isinstance(value, dict) and isinstance(found, str) else None
+    dtype_name = value.get("dtype") if isinstance(value, dict) else value
+    dtype = DTYPES.get(dtype_name) if isinstance(value, dict) and isinstance(dtype_name, str) else None
     if dtype is None:
-        raise ModelError(f"{path}: tensor {name} has the type {shown(found)}, which is not supported.")
+        raise ModelError(f"{path}: tensor {name} has the type {shown(dtype_name)}, which is not supported.")
     shape = value.get("shape")
     if not isinstance(shape, list) or not all(isinstance(s, int) and s >= 0 for s in shape):
         raise ModelError(f"{path}: tensor {name} has no shape.")
@@ -199,9 +199,9 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 def write_index(model_dir: Path, files: Iterable[str] = (SINGLE,)) -> None:
     """Write the index of the weights in `files`, which lie in `model_dir`, from their headers."""
-    found = {name: entry for file in files for name, entry in read_header(model_dir / file)[0].items()}
-    total_size = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in found.values())
-    weight_map = {name: entry.file.name for name, entry in found.items()}
+    entries = {name: entry for file in files for name, entry in read_header(model_dir / file)[0].items()}
+    total_size = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries.values())
+    weight_map = {name: entry.file.name for name, entry in entries.items()}
     write_json(model_dir / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
 
 
@@ -279,13 +279,13 @@ class Parts:
 
 def stream_tensors(path: Path, tensors: Mapping[str, Tensor | Parts], metadata: Mapping[str, str]) -> None:
     """Writes the file; parts are asked for in the order in which they are written. OSError: the disk is full."""
-    given = {name: Parts.of(value) if isinstance(value, Tensor) else value for name, value in tensors.items()}
-    order = sorted(given, key=lambda name: (-_ORDER.index(_NAMES[given[name].dtype]), name))
+    parts = {name: Parts.of(value) if isinstance(value, Tensor) else value for name, value in tensors.items()}
+    order = sorted(parts, key=lambda name: (-_ORDER.index(_NAMES[parts[name].dtype]), name))
     with path.open("wb") as file:
-        header = _header({name: given[name] for name in order}, metadata)
+        header = _header({name: parts[name] for name in order}, metadata)
         file.write(len(header).to_bytes(8, "little") + header)
         for name in order:
-            _write(file, given[name], name)
+            _write(file, parts[name], name)
 
 
 def _header(tensors: Mapping[str, Parts], metadata: Mapping[str, str]) -> bytes:

@@ -112,13 +112,13 @@ class ChatTemplate:
 
         RequestError: the template refuses the messages. ModelError: it writes too much.
         """
-        given = {"tools": None, "documents": None} | plain(dict(variables))
+        context = {"tools": None, "documents": None} | plain(dict(variables))
         if "tools" in variables and not self.takes_tools:
-            messages, given["tools"] = with_tools(messages, given["tools"], self.knows_calls), None
-        given |= {"add_generation_prompt": add_generation_prompt}
+            messages, context["tools"] = with_tools(messages, context["tools"], self.knows_calls), None
+        context |= {"add_generation_prompt": add_generation_prompt}
         token = _mark.set(mark)
         try:
-            return self._first_accepted([_plain_message(message) for message in messages], given)
+            return self._first_accepted([_plain_message(message) for message in messages], context)
         finally:
             _mark.reset(token)
 
@@ -134,12 +134,12 @@ class ChatTemplate:
             raise RequestError("The model's chat template leaves out the message that is to be continued.")
         return before if after.startswith(" ") else before.rstrip()
 
-    def _first_accepted(self, messages: list[Message], given: dict[str, Any]) -> str:
+    def _first_accepted(self, messages: list[Message], context: dict[str, Any]) -> str:
         """The text of the first form that the template accepts; if none, the error is that of the first form."""
         complaint = ""
         for spelt in spellings(messages):
             try:
-                return _bounded(self._template.generate(self._special_tokens | given | {"messages": spelt}))
+                return _bounded(self._template.generate(self._special_tokens | context | {"messages": spelt}))
             except (Fp8ServeError, MemoryError):
                 raise
             except Exception as e:  # a template may call what raises an error of any class
@@ -159,8 +159,8 @@ def _bounded(pieces: Iterator[str]) -> str:
 
 def _plain_message(message: Message) -> Message:
     """The message without null values, except the content beside calls: some templates test whether it is null."""
-    kept = {k: v for k, v in message.items() if v is not None or (k == "content" and message.get("tool_calls"))}
-    return {k: plain(v) for k, v in kept.items()}
+    fields = {k: v for k, v in message.items() if v is not None or (k == "content" and message.get("tool_calls"))}
+    return {k: plain(v) for k, v in fields.items()}
 
 
 def plain(value: Any) -> Any:
@@ -176,10 +176,12 @@ def plain(value: Any) -> Any:
 
 
 def _environment(today: date | None) -> ImmutableSandboxedEnvironment:
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    made.filters["tojson"] = _tojson
-    made.globals |= {"raise_exception": _raise_exception, "strftime_now": _clock(today)}
-    return made
+    sandbox = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    sandbox.filters["tojson"] = _tojson
+    sandbox.globals |= {"raise_exception": _raise_exception, "strftime_now": _clock(today)}
+    return sandbox
 
 
 def _raise_exception(message: str) -> None:

@@ -163,7 +163,7 @@ def foreign_value(value: Any, depth: int = 0) -> str | None:
         if (name := next((key for key in value if not isinstance(key, str)), None)) is not None:
             return shown(name)
         value = value.values()
-    return next((found for item in value if (found := foreign_value(item, depth + 1)) is not None), None)
+    return next((foreign for item in value if (foreign := foreign_value(item, depth + 1)) is not None), None)
 
 
 def _without_foreign_values(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -228,8 +228,8 @@ def _tool(tool: Any, where: str) -> Mapping[str, Any]:
         raise DataError(f"{where}: its `description` is {shown(function['description'])}, which is not text.")
     if not isinstance(function.get("parameters") or {}, dict) or foreign_value(function.get("parameters")) is not None:
         raise DataError(f"{where}: its `parameters` are {shown(function['parameters'])}, which is no JSON schema.")
-    said = {"name": function["name"], "description": function.get("description") or ""}
-    return {"type": "function", "function": said | {"parameters": function.get("parameters") or NO_ARGUMENTS}}
+    described = {"name": function["name"], "description": function.get("description") or ""}
+    return {"type": "function", "function": described | {"parameters": function.get("parameters") or NO_ARGUMENTS}}
 
 
 Message = dict[str, Any]
@@ -251,18 +251,18 @@ def text_of(content: Any) -> str:
 
 def _message(message: Mapping[str, Any], called: Mapping[Any, str]) -> Message:
     """`developer` is OpenAI's newer word for `system`."""
-    said: Message = {k: v for k, v in message.items() if k not in _WRITTEN}
+    result: Message = {k: v for k, v in message.items() if k not in _WRITTEN}
     text, calls = text_of(message.get("content")), message.get("tool_calls")
-    said |= {"role": "system" if message["role"] == "developer" else message["role"], "content": text}
+    result |= {"role": "system" if message["role"] == "developer" else message["role"], "content": text}
     if calls:
-        said |= {"content": text or None, "tool_calls": list(_calls(calls))}
+        result |= {"content": text or None, "tool_calls": list(_calls(calls))}
     if reasoning := message.get("reasoning_content") or message.get("reasoning"):
-        said["reasoning_content"] = reasoning
+        result["reasoning_content"] = reasoning
     if message["role"] == "tool":
         answered = message.get("tool_call_id")
-        found = {"tool_call_id": answered, "name": message.get("name") or called.get(answered)}
-        said |= {k: v for k, v in found.items() if v}
-    return said
+        fields = {"tool_call_id": answered, "name": message.get("name") or called.get(answered)}
+        result |= {k: v for k, v in fields.items() if v}
+    return result
 
 
 def _calls(calls: Iterable[Mapping[str, Any]]) -> Iterable[Message]:
@@ -276,7 +276,7 @@ def _object(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        found = json.loads(arguments or "{}")
+        value = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
         return arguments
-    return found if isinstance(found, dict) else arguments
+    return value if isinstance(value, dict) else arguments

@@ -74,8 +74,8 @@ def error_of(answer: Head) -> Exception:
     """The error that a job ended with, as the class it was raised as."""
     if answer["error"] == "OSError":
         return OSError(answer["errno"], answer["message"])
-    found = getattr(errors, answer["error"], None)
-    kind = found if isinstance(found, type) and issubclass(found, Fp8ServeError) else RuntimeError
+    error = getattr(errors, answer["error"], None)
+    kind = error if isinstance(error, type) and issubclass(error, Fp8ServeError) else RuntimeError
     return kind(answer["message"])
 
 

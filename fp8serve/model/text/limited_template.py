@@ -153,7 +153,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 def _perform(head: Head, body: bytes) -> Answer:
     answers = []
     for arguments in json.loads(body):
-        result = outcome(lambda given: CALLS[head["op"]](_compiled(head["template"]), *given), arguments)
+        result = outcome(lambda values: CALLS[head["op"]](_compiled(head["template"]), *values), arguments)
         is_error = isinstance(result, Fp8ServeError)
         answers.append({"error": type(result).__name__, "message": str(result)} if is_error else {"result": result})
     return {}, json.dumps(answers).encode()

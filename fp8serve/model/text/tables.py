@@ -112,8 +112,8 @@ class _Array:
     def _grow(self) -> bool:
         """Doubles the text, so that an element costs no more than a few times its length; False at the end."""
         parts = [self._text[self._at :]]
-        wanted = 2 * len(parts[0]) + 1
-        while sum(map(len, parts)) < wanted and (piece := next(self._pieces, "")):
+        target = 2 * len(parts[0]) + 1
+        while sum(map(len, parts)) < target and (piece := next(self._pieces, "")):
             parts.append(piece)
         self._text, self._at = "".join(parts), 0
         return len(parts) > 1

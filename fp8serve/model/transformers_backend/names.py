@@ -56,9 +56,9 @@ def _renames(built: Any, keys: Iterable[str]) -> Iterable[Rename]:
             yield from map(_rename, sources, several)
         elif all(target.endswith(STACKS) for target in conversion.target_patterns):
             continue  # experts are read one by one, as they are in the file
-        elif found := next((k for k in keys for p in conversion.source_patterns if re.search(p, k)), None):
+        elif key := next((k for k in keys for p in conversion.source_patterns if re.search(p, k)), None):
             name = type(built).__name__
-            raise ModelError(f"The file of {name} holds {found}, which transformers converts; a model is "
+            raise ModelError(f"The file of {name} holds {key}, which transformers converts; a model is "
                              "computed by transformers' class if its weights are read as they are.")  # fmt: skip
 
 

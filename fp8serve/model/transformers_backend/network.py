@@ -38,8 +38,8 @@ class TransformersModel(nn.Module):
         self._base = str(built.base_model_prefix)
         self.head_name = _name_of(built, built.get_output_embeddings())
         self._embedding_name = _name_of(built, built.get_input_embeddings())
-        kept = {self.head_name, *in_mixtures(built)}  # a router stays in high precision
-        self._linears = [n for n, m in built.named_modules() if isinstance(m, nn.Linear) and n not in kept]
+        high_precision = {self.head_name, *in_mixtures(built)}  # a router stays in high precision
+        self._linears = [n for n, m in built.named_modules() if isinstance(m, nn.Linear) and n not in high_precision]
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, last: Tensor | None = None) -> Tensor:
         """See Decoder.forward. All rows are computed, and those of `last` are returned."""
@@ -128,5 +128,5 @@ class TransformersModel(nn.Module):
         yield from (self.get_submodule(name) for name in (*alone, self.head_name))
 
 
-def _name_of(model: nn.Module, wanted: nn.Module) -> str:
-    return next(str(name) for name, module in model.named_modules() if module is wanted)
+def _name_of(model: nn.Module, target: nn.Module) -> str:
+    return next(str(name) for name, module in model.named_modules() if module is target)

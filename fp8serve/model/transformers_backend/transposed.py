@@ -17,12 +17,12 @@ def as_linears(model: nn.Module) -> frozenset[str]:
     """Replace every Conv1D of `model` by a linear layer without weights; returns their names."""
     from transformers.pytorch_utils import Conv1D
 
-    found = {name: module for name, module in model.named_modules() if isinstance(module, Conv1D)}
-    for name, module in found.items():
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, Conv1D)}
+    for name, module in modules.items():
         owner, _, leaf = name.rpartition(".")
         rows, columns, dtype = cast(int, module.nf), cast(int, module.nx), module.weight.dtype
         setattr(model.get_submodule(owner), leaf, nn.Linear(columns, rows, device="meta", dtype=dtype))
-    return frozenset(found)
+    return frozenset(modules)
 
 
 def turned(tensors: Mapping[str, Tensor], linears: Collection[str]) -> dict[str, Tensor]:

@@ -71,8 +71,8 @@ def _described(config_json: str, generation_json: str, where: str) -> ModelConfi
     raw, generation = json.loads(config_json), json.loads(generation_json)
     model: Any = build(config_json, attention=TRIED)
     name, config = type(model).__name__, model.config.get_text_config()
-    if found := [other for other in raw.get("architectures") or () if other != name]:
-        raise ModelError(f"{where}: the architecture {shown(found[0])} is not that of {name}.")
+    if others := [other for other in raw.get("architectures") or () if other != name]:
+        raise ModelError(f"{where}: the architecture {shown(others[0])} is not that of {name}.")
     _check_rope(config, name, where)
     calls = trial(model)
     if (longest := _longest(config)) is None:
@@ -208,8 +208,8 @@ def _check_call(
         raise ModelError(
             f"{name} has heads of {query.shape[3]} and {value.shape[3]} elements, which the cache does not hold."
         )
-    for key, given in options.items():
-        if key not in _COMPUTED | _HARMLESS and given is not None:
+    for key, option in options.items():
+        if key not in _COMPUTED | _HARMLESS and option is not None:
             raise ModelError(f"{name} gives attention the option {key}, which is not computed here.")
 
 
@@ -236,7 +236,7 @@ def _check_rope(config: Any, name: str, where: str) -> None:
     """Frequencies that depend on the length of a sequence would change under the keys in a cache."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    for kind in {str(found.get("rope_type")) for found in kinds} & {"dynamic", "longrope"}:
+    for kind in {str(kind_config.get("rope_type")) for kind_config in kinds} & {"dynamic", "longrope"}:
         raise ModelError(f"{where}: {name} has rotary position of the type {shown(kind)}, which only families compute.")
 
 
@@ -258,9 +258,9 @@ def check_against_class(model: TransformersModel) -> None:
         theirs = [_theirs(model, sequence) for sequence in sequences]
     agree: list[Tensor] = []
     with _hooked(model, lambda mixture: _imposing(chosen[mixture], agree)):
-        found = _ours(model, sequences).float()
+        result = _ours(model, sequences).float()
     expected = torch.cat(theirs)
-    near = (found - expected).norm(dim=-1) <= TOLERANCE * expected.norm(dim=-1)
+    near = (result - expected).norm(dim=-1) <= TOLERANCE * expected.norm(dim=-1)
     if not near.all() or (agree and float(torch.cat(agree).float().mean()) < MOST):
         raise ModelError(f"{name} gives other hidden states by our attention than by transformers' own.")
 

@@ -51,9 +51,9 @@ def total_size(subject: Subject) -> Iterator[Finding]:
         return
     metadata = read_json(subject.path / INDEX).get("metadata")
     stated = metadata.get("total_size") if isinstance(metadata, dict) else None
-    found = sum(math.prod(e.shape) * e.dtype.itemsize for e in subject.entries.values())
-    if isinstance(stated, int) and stated != found:
-        yield warning("index", INDEX, f"states {stated} bytes of tensors; there are {found}", AGAIN)
+    size = sum(math.prod(e.shape) * e.dtype.itemsize for e in subject.entries.values())
+    if isinstance(stated, int) and stated != size:
+        yield warning("index", INDEX, f"states {stated} bytes of tensors; there are {size}", AGAIN)
 
 
 def unknown_scales(subject: Subject) -> Iterator[Finding]:
@@ -158,8 +158,8 @@ _WRITE = "correct quantization_config, or write the model again"
 
 
 def fp8_without_config(subject: Subject) -> Iterator[Finding]:
-    told = subject.quantization is not None or any(t.check == "config" for t in subject.trouble)
-    if subject.config is not None and subject.weights and not told:
+    is_configured = subject.quantization is not None or any(t.check == "config" for t in subject.trouble)
+    if subject.config is not None and subject.weights and not is_configured:
         key = next(iter(subject.weights.values()))
         what = "is FP8, but config.json has no quantization_config"
         yield error("config", key, what, "add the quantization_config of the tool that wrote the model")

@@ -138,8 +138,8 @@ def implausible_weight_scales(subject: Subject) -> Iterator[Finding]:
     for owner, size in sizes.items():
         far = middle is not None and not middle / WEIGHTS_FAR <= size <= middle * WEIGHTS_FAR
         if not _is_reciprocal(subject, owner, size) and (far or not WEIGHTS[0] <= size <= WEIGHTS[1]):
-            beside = f", that of the others {middle:.3g}" if far else ""
-            what = f"makes the weight's mean size {size:.3g}{beside}"
+            others = f", that of the others {middle:.3g}" if far else ""
+            what = f"makes the weight's mean size {size:.3g}{others}"
             yield error("implausible", str(subject.scale_of(owner, "weight")), what, _AGAIN)
 
 
@@ -224,8 +224,8 @@ def default_scales(subject: Subject) -> Iterator[Finding]:
 def _weight_sizes(subject: Subject) -> dict[str, float]:
     """The root mean square of every FP8 weight, about: of its codes, times the median scale."""
     scales = {owner: _positive(subject, owner, "weight") for owner in subject.weights}
-    found = {o: subject.codes(o).rms * float(s.median()) for o, s in scales.items() if s is not None}
-    return {owner: size for owner, size in found.items() if size > 0}
+    sizes = {o: subject.codes(o).rms * float(s.median()) for o, s in scales.items() if s is not None}
+    return {owner: size for owner, size in sizes.items() if size > 0}
 
 
 def _is_reciprocal(subject: Subject, owner: str, size: float) -> bool:

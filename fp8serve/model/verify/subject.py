@@ -155,8 +155,8 @@ class Subject:
     @cached_property
     def weights(self) -> dict[str, str]:
         """The keys of weights in FP8, by the names of their owners; those in MX blocks are apart."""
-        found = {k: e for k, e in self.entries.items() if e.dtype in FP8 and len(e.shape) > 1 and k not in self.mx}
-        return {key.removesuffix(".weight"): key for key in found}
+        entries = {k: e for k, e in self.entries.items() if e.dtype in FP8 and len(e.shape) > 1 and k not in self.mx}
+        return {key.removesuffix(".weight"): key for key in entries}
 
     @cached_property
     def mx(self) -> dict[str, str]:
@@ -166,11 +166,11 @@ class Subject:
     @cached_property
     def scales(self) -> dict[ScaleKey, list[str]]:
         """The keys of all scales of known meaning; several where two spellings mean the same scale."""
-        found: dict[ScaleKey, list[str]] = {}
+        scales: dict[ScaleKey, list[str]] = {}
         for key in self.entries:
             if (place := self._place(key)) is not None:
-                found.setdefault(place, []).append(key)
-        return found
+                scales.setdefault(place, []).append(key)
+        return scales
 
     @cached_property
     def unknown(self) -> list[str]:
@@ -283,14 +283,14 @@ def _read_files(subject: Subject, files: list[Path]) -> Subject:
     entries: dict[str, StoredTensor] = {}
     for file in files:
         try:
-            found = read_header(file)[0]
+            header = read_header(file)[0]
         except ModelError as damage:
             subject.trouble.append(_unreadable(file.name, damage))
             continue
-        for key in sorted(found.keys() & entries.keys()):
+        for key in sorted(header.keys() & entries.keys()):
             what = f"lies in {entries[key].file.name} and in {file.name}"
             subject.trouble.append(error("duplicate", key, what, "keep one of the two"))
-        entries |= found
+        entries |= header
     subject.shards = as_multiplied(plain_names(Shards(entries)), subject.config or {})
     return subject
 
@@ -320,8 +320,8 @@ def _quantization(subject: Subject, config: Mapping[str, Any]) -> Quantization |
 
 
 def _weight_map(subject: Subject, index: Mapping[str, Any]) -> Mapping[str, str] | None:
-    found = index.get("weight_map")
-    if isinstance(found, dict) and found and all(isinstance(name, str) for name in found.values()):
-        return {plain_name(key, found): name for key, name in found.items()}
+    weight_map = index.get("weight_map")
+    if isinstance(weight_map, dict) and weight_map and all(isinstance(name, str) for name in weight_map.values()):
+        return {plain_name(key, weight_map): name for key, name in weight_map.items()}
     subject.trouble.append(error("index", INDEX, "has no weight_map from tensor names to files", AGAIN))
     return None
