@@ -45,6 +45,7 @@ from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.request import Request, Task
 from fp8serve.engine.task import task_of
 from fp8serve.errors import Fp8ServeError, RequestError
+from fp8serve.processes import describe_error
 
 HEARTBEAT_SECONDS = 1.0
 DRAIN_SECONDS = 30.0
@@ -174,7 +175,7 @@ class Worker:
                 raise RequestError("The engine is shutting down and takes no new requests.")
             self._engine.add_request(Request.from_json(message["request"]), message["arrived"])
         except Fp8ServeError as problem:
-            self._connection.send("refused", request_id=message["request"]["request_id"], **_described(problem))
+            self._connection.send("refused", request_id=message["request"]["request_id"], **describe_error(problem))
 
     def _answer(self, find: Callable[[Message], Any]) -> Callable[[Message], None]:
         """Replies to a command with the result of `find`, or with its error."""
@@ -183,7 +184,7 @@ class Worker:
             try:
                 self._reply(message, find(message))
             except Fp8ServeError as problem:
-                self._connection.send("reply", id=message["id"], **_described(problem))
+                self._connection.send("reply", id=message["id"], **describe_error(problem))
 
         return command
 
@@ -214,7 +215,7 @@ class Worker:
             call = Call(message["id"], message["inputs"], message.get("segments"), message.get("dimensions"))
             (self._engine.embed if message["op"] == "embed" else self._engine.classify)(call)
         except Fp8ServeError as problem:
-            self._connection.send("reply", id=message["id"], **_described(problem))
+            self._connection.send("reply", id=message["id"], **describe_error(problem))
 
     def _forget(self, message: Message) -> None:
         if isinstance(self._engine, EncoderEngine):
@@ -244,10 +245,6 @@ def _pieces(output: RequestOutput) -> Iterator[RequestOutput]:
     yield replace(output, prompt_logprobs=values)
 
 
-def _described(problem: Exception) -> dict[str, str]:
-    return {"error": type(problem).__name__, "message": str(problem)}
-
-
 class Heartbeat:
     """Sends a heartbeat every second until it is stopped. `step_seconds`: how long the current step has taken."""
 
@@ -274,7 +271,7 @@ def _load(connection: Connection, model: Path, options: EngineOptions) -> Engine
     try:
         return _ENGINES[task_of(model, options.task)](model, **asdict(options))
     except Fp8ServeError as problem:
-        connection.send("failed", **_described(problem))
+        connection.send("failed", **describe_error(problem))
     except Exception as problem:
         connection.send("failed", error="", message=f"The engine failed to start: {type(problem).__name__}: {problem}")
         raise

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve.errors import TokenizerError
-from fp8serve.model.text.limited_process import Answer, Head, LimitedProcess, serve
+from fp8serve.model.text.limited_process import Answer, LimitedProcess, serve
 from fp8serve.model.text.text_bound import TextBound
 from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.processes import Head
 
 MAX_TABLE_BYTES = 1 << 28  # of one column
 
