@@ -292,7 +292,7 @@ def separate_rows(model: AnyModel, device: str) -> None:
 
 
 def _cache_scales(model_dir: Path, options: EngineOptions) -> list[KvScale]:
-    """One for each layer. ScalesError when the model has none: a guessed scale would quietly cost quality."""
+    """One for each layer. ScalesError when the model has none: a guessed scale would cost quality unnoticed."""
     scales = kv_scales(model_dir, _path(options.scales))
     if not scales:
         raise ScalesError(

@@ -1,6 +1,6 @@
 """One step's work as tensors, and a decoding step as a CUDA graph.
 
-All sequences of a step are flattened into one row of tokens: the model sees `[tokens]`, the paged attention op is told
+All sequences of a step are flattened into one row of tokens: the model sees `[tokens]`, and the paged attention op gets
 where each sequence begins (`query_starts` [S+1]), how long it is with its new tokens (`context_lens` [S]) and where its
 keys and values lie (`block_tables` [S, most blocks], `slots` [tokens]). Prefill chunks and decoding tokens mix freely.
 Numbers reach the device from pinned memory, so a step waits for the device once: when it reads the sampled tokens.

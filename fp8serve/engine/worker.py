@@ -38,7 +38,7 @@ from typing import Any, get_args
 
 from fp8serve import logs
 from fp8serve.ending import end_process
-from fp8serve.engine.embedding_engine import Call, ClassifyingEngine, EmbeddingEngine, EncoderEngine
+from fp8serve.engine.embedding_engine import ClassifyingEngine, EmbeddingEngine, EncoderEngine, EncodingCall
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.output import RequestOutput
@@ -212,7 +212,7 @@ class Worker:
         try:
             if not isinstance(self._engine, EncoderEngine):
                 raise RequestError("This model writes text and makes no vectors; serve an embedding model.")
-            call = Call(message["id"], message["inputs"], message.get("segments"), message.get("dimensions"))
+            call = EncodingCall(message["id"], message["inputs"], message.get("segments"), message.get("dimensions"))
             (self._engine.embed if message["op"] == "embed" else self._engine.classify)(call)
         except Fp8ServeError as problem:
             self._connection.send("reply", id=message["id"], **describe_error(problem))
@@ -267,7 +267,7 @@ _ENGINES: dict[Task, Callable[..., Engine | EncoderEngine]] = {
 
 
 def _load(connection: Connection, model: Path, options: EngineOptions) -> Engine | EncoderEngine | None:
-    """The engine; None if it cannot be loaded, in which case the owner is told why."""
+    """The engine; None if it cannot be loaded, which is reported to the owner."""
     try:
         return _ENGINES[task_of(model, options.task)](model, **asdict(options))
     except Fp8ServeError as problem:

@@ -80,7 +80,7 @@ def recipe_of(checkpoint: Checkpoint, stored: _Stored, format: str) -> Recipe:
     inputs = {linear.input_spec for linear in stored.values()}
     if len(inputs) > 1:
         raise ModelError(
-            f"The layers of {checkpoint.path} quantize their inputs in several ways; no format here says so."
+            f"The layers of {checkpoint.path} quantize their inputs in several ways, which no format here expresses."
         )
     spec = inputs.pop()
     known = _RECIPES.get(spec, ())

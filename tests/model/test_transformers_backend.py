@@ -117,7 +117,7 @@ def test_a_class_whose_files_hold_buffers_is_refused(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(mlp, "__init__", with_buffer)
     make("helium", tmp_path)
-    with pytest.raises(ModelError, match=r"keeps \S+\.mlp\.limit in its files, which is no weight"):
+    with pytest.raises(ModelError, match=r"\S+\.mlp\.limit is a buffer in the checkpoint, which the transformers"):
         load_servable(tmp_path, "bf16")
 
 

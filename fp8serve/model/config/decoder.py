@@ -163,7 +163,7 @@ def parse_config(
     windows, latent = _windows(get, layers, where), latent_of(get)
     attention = latent_attention(get, latent) if latent else _attention(get, _head_dim(get, where), where)
     head_dim = attention["head_dim"]
-    turned = latent.turned if latent else rotary_dim(get, head_dim)
+    turned = latent.rope if latent else rotary_dim(get, head_dim)
     return ModelConfig(
         architecture=family.architecture,
         model_type=str(raw["model_type"]),

@@ -13,14 +13,14 @@ class Latent:
     """The sizes of latent attention, in elements.
 
     q_rank: size of the vector from which queries are projected; None: they are projected from the layer's input. rank:
-    size of the vector from which keys and values are projected. still, turned: elements of a head without and with
+    size of the vector from which keys and values are projected. nope, rope: elements of a head without and with
     rotary position. value: elements of a head's value.
     """
 
     q_rank: int | None
     rank: int
-    still: int
-    turned: int
+    nope: int
+    rope: int
     value: int
 
 
@@ -35,10 +35,10 @@ def latent_of(get: Reader) -> Latent | None:
         get.positive("qk_rope_head_dim"),
         get.positive("v_head_dim"),
     )
-    for key, size in {"kv_lora_rank": latent.rank, "qk_rope_head_dim": latent.turned}.items():
+    for key, size in {"kv_lora_rank": latent.rank, "qk_rope_head_dim": latent.rope}.items():
         if size % 2:
             raise get.complain(key, size, "an even number")
-    for key, size in {"qk_head_dim": latent.still + latent.turned, "head_dim": latent.turned}.items():
+    for key, size in {"qk_head_dim": latent.nope + latent.rope, "head_dim": latent.rope}.items():
         if get.raw.get(key) not in (None, size):
             raise get.complain(key, get.raw[key], str(size))
     return latent
@@ -50,7 +50,7 @@ def latent_attention(get: Reader, latent: Latent) -> dict[str, Any]:
     return {
         "num_heads": heads,
         "num_kv_heads": 1,
-        "head_dim": latent.rank + latent.turned,
+        "head_dim": latent.rank + latent.rope,
         "attention_bias": bias,
         "attention_out_bias": bias,
         "qk_norm": False,
@@ -64,4 +64,4 @@ def _softmax_scale(get: Reader, latent: Latent) -> float:
     `mscale_all_dim`."""
     factor, mscale = yarn_parameters(get)
     stretched = 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-    return float((latent.still + latent.turned) ** -0.5 * stretched * stretched)
+    return float((latent.nope + latent.rope) ** -0.5 * stretched * stretched)

@@ -22,7 +22,7 @@ _ELEMENTS_AT_ONCE = 2**20  # only so much of a tensor exists in FP32 at a time
 
 
 def decimal(value: Any) -> Any:
-    """An FP32 as the decimal number that was meant: 1e-5 and not 9.99999974e-06."""
+    """An FP32 as the decimal number that it was rounded from: 1e-5 and not 9.99999974e-06."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
@@ -361,7 +361,7 @@ LAYOUTS: dict[str, Layout] = {  # by `general.architecture`; Mistral's models ar
         derive=deepseek,
     ),
 }
-_NAMED_BY_KEYS = ("mixtral", "olmo3")  # architectures here, which llama.cpp tells apart by their keys
+_NAMED_BY_KEYS = ("mixtral", "olmo3")  # architectures here, which llama.cpp distinguishes by their keys
 
 
 def layout_of(file: GgufFile) -> Layout:

@@ -99,7 +99,7 @@ class Weights(Mapping[str, Tensor]):
 
 
 def with_kv_b(makers: dict[str, Callable[[], Tensor]]) -> dict[str, Callable[[], Tensor]]:
-    """DeepSeek's `kv_b_proj` [heads * (still + value), rank], which newer files have in two parts: `k_b` [heads, rank,
+    """DeepSeek's `kv_b_proj` [heads * (nope + value), rank], which newer files have in two parts: `k_b` [heads, rank,
     still] and `v_b` [heads, value, rank]."""
 
     def joined(keys: Callable[[], Tensor], values: Callable[[], Tensor]) -> Tensor:

@@ -145,7 +145,7 @@ class Tokenizer:
         return 0 if self.bound is None else self.bound.fewest_tokens(text)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids, with the model's own BOS (or whatever its post-processor adds) unless told otherwise."""
+        """Token ids, with the model's own BOS, or whatever its post-processor adds, if `add_special_tokens`."""
         return self.encode_with_offsets(text, add_special_tokens)[0]
 
     def encode_pair(self, text: str, second: str | None = None, most: int | None = None) -> tuple[list[int], list[int]]:
@@ -285,7 +285,7 @@ class Tokenizer:
 
 
 def lacks_tokenizer(model_dir: Path) -> str:
-    """What the owner of a directory without a tokenizer.json is told."""
+    """The message for the owner of a directory without a tokenizer.json."""
     others = [name for name in ("tekken.json", "tokenizer.model") if present(model_dir / name)]
     return (
         f"{model_dir} holds no tokenizer.json{', and ' + others[0] + ' is not read' if others else ''}; "

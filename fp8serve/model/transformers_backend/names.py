@@ -13,7 +13,7 @@ from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.storage.shards import Shards
 from fp8serve.model.transformers_backend.experts import STACKS
 from fp8serve.model.transformers_backend.network import TransformersModel
-from fp8serve.model.transformers_backend.transposed import Turned
+from fp8serve.model.transformers_backend.transposed import TransposedShards
 
 Rename = Callable[[str], str]
 
@@ -38,11 +38,12 @@ def by_module(shards: Shards, config: ModelConfig) -> Shards:
             continue
         if name in buffers:
             raise ModelError(
-                f"{config.architecture} keeps {key} in its files, which is no weight; that needs a family."
+                f"{key} is a buffer in the checkpoint, which the transformers backend does not load; "
+                f"{config.architecture} needs a model family."
             )
         names[key] = name
     named = shards.renamed(names)
-    return Turned(named, model.transposed) if model.transposed else named
+    return TransposedShards(named, model.transposed) if model.transposed else named
 
 
 def _renames(built: Any, keys: Iterable[str]) -> Iterable[Rename]:

@@ -1,7 +1,7 @@
 """GPT-2's `Conv1D`: a linear layer whose weight is transposed in files, [in, out].
 
 In memory it is a linear layer like any other, so FP8, calibration and training need nothing new. A weight and its
-matrix of scales are transposed when they are read (`Turned`) and written (export.py).
+matrix of scales are transposed when they are read (`TransposedShards`) and written (export.py).
 """
 
 from collections.abc import Collection, Mapping
@@ -39,10 +39,10 @@ def as_multiplied(shards: Shards, config: Mapping[str, Any]) -> Shards:
     """Every weight [out, in], by the names of GPT-2's layers, for code that does not build the model."""
     if config.get("model_type") != "gpt2":
         return shards
-    return Turned(shards, {owner for name in shards if (owner := name.rpartition(".")[0]).endswith(_IN_GPT2)})
+    return TransposedShards(shards, {owner for name in shards if (owner := name.rpartition(".")[0]).endswith(_IN_GPT2)})
 
 
-class Turned(Shards):
+class TransposedShards(Shards):
     """Shards in which the matrices that belong to `linears` are transposed."""
 
     def __init__(self, stored: Shards, linears: Collection[str]) -> None:

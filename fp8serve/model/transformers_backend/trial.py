@@ -52,7 +52,7 @@ _HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "outpu
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """What one attention layer asked for. heads: (of queries, of keys, elements of each)."""
 
     heads: tuple[int, int, int]
@@ -104,7 +104,7 @@ def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
-def _sizes(model: Any, call: Call) -> dict[str, Any]:
+def _sizes(model: Any, call: AttentionCall) -> dict[str, Any]:
     head, (heads, kv_heads, head_dim) = model.get_output_embeddings(), call.heads
     unused = dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias", "qk_norm"), False)
     return unused | {
@@ -126,9 +126,9 @@ def _tokens(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -
     return {"bos_token_id": next(iter(begin), None), "eos_token_ids": token_ids(eos, "eos_token_id", where)}
 
 
-def trial(model: Any) -> list[Call]:
+def trial(model: Any) -> list[AttentionCall]:
     """The calls of attention in one pass over a few tokens, in their order."""
-    calls: list[Call] = []
+    calls: list[AttentionCall] = []
     name, longest = type(model).__name__, _longest(model.config.get_text_config()) or TOKENS
 
     def answer(number: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: Any) -> Tensor:
@@ -136,7 +136,9 @@ def trial(model: Any) -> list[Call]:
         scale = options.get("scaling")
         heads = q.shape[1], k.shape[1], q.shape[3]
         window = _window(mask.sees, name, longest)
-        calls.append(Call(heads, heads[2] ** -0.5 if scale is None else float(scale), window, options.get("softcap")))
+        calls.append(
+            AttentionCall(heads, heads[2] ** -0.5 if scale is None else float(scale), window, options.get("softcap"))
+        )
         return q[0].transpose(0, 1)
 
     try:
@@ -203,7 +205,7 @@ def _check_call(
     if getattr(module, "is_causal", True) is not True:
         raise ModelError(f"{name} has attention that is not causal, which no cache can serve.")
     if not isinstance(mask, Mask):
-        raise ModelError(f"{name} makes attention masks of its own, so that nobody knows which tokens are seen.")
+        raise ModelError(f"{name} makes attention masks of its own, from which the visible tokens cannot be read.")
     if value.shape[3] != query.shape[3] or query.shape[3] % 2:
         raise ModelError(
             f"{name} has heads of {query.shape[3]} and {value.shape[3]} elements, which the cache does not hold."
@@ -243,7 +245,7 @@ def _check_rope(config: Any, name: str, where: str) -> None:
 LENGTHS = [5, 9]
 TOLERANCE = 0.2  # relative to the norm of a token's hidden state
 MOST = 0.5  # fraction of the choices of experts
-Choice = tuple[Tensor, Tensor]  # (experts, their weights), as a mixture's experts are called with
+ChosenExperts = tuple[Tensor, Tensor]  # (experts, their weights), as a mixture's experts are called with
 Hook = Callable[[nn.Module, Any], Any]
 
 
@@ -253,7 +255,7 @@ def check_against_class(model: TransformersModel) -> None:
     name, device = model.config.architecture, model.embedding.weight.device
     ids = torch.randint(model.config.vocab_size, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
     sequences = list(torch.split(ids.to(device), LENGTHS))
-    chosen: dict[str, list[Choice]] = {mixture: [] for mixture in mixtures(model)}
+    chosen: dict[str, list[ChosenExperts]] = {mixture: [] for mixture in mixtures(model)}
     with _hooked(model, lambda mixture: lambda module, args: chosen[mixture].append(args[1:])):
         theirs = [_theirs(model, sequence) for sequence in sequences]
     agree: list[Tensor] = []
@@ -276,7 +278,7 @@ def _hooked(model: TransformersModel, hook: Callable[[str], Hook]) -> Iterator[N
             handle.remove()
 
 
-def _imposing(choices: list[Choice], agree: list[Tensor]) -> Hook:
+def _imposing(choices: list[ChosenExperts], agree: list[Tensor]) -> Hook:
     """Replaces the choices of one pass by those of all sequences, and records which are the same."""
     chosen, weights = (torch.cat(parts) for parts in zip(*choices, strict=True))
 

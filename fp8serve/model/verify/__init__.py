@@ -5,7 +5,7 @@ architecture need not be known. Each check is a function from that subject to it
 
 Codes say much about their scale. Quantizing by amax uses the largest code, 448, in every tensor, row or block; so codes
 that stay small, or pile up at 448, were made with another scale. The dequantized weights of every trained model have a
-mean size between about 1e-6 and 3, which tells a scale from its reciprocal.
+mean size between about 1e-6 and 3, which distinguishes a scale from its reciprocal.
 """
 
 from collections.abc import Callable, Iterable

@@ -217,7 +217,7 @@ def default_scales(subject: Subject) -> Iterator[Finding]:
     for kind, roles in kinds.items():
         keys = [key for _, key in subject.of_role(*roles)]
         if keys and all(bool((subject.value(key) == 1).all()) for key in keys):
-            what = f"is 1, as are all {len(keys)} {kind} scales: nobody has calibrated them"
+            what = f"is 1, as are all {len(keys)} {kind} scales: they were not calibrated"
             yield warning("default", keys[0], what, "calibrate the model, or quantize its weights again")
 
 
