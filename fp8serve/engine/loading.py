@@ -85,7 +85,7 @@ class Loaded:
             "computed_by": "fp8serve" if config.computed_by is None else "transformers",
             "recipe": options.recipe,
             "fp8_layers": len(self.frozen),
-            "input_scales": _input_scales(self.frozen),
+            "input_scales": ", ".join(sorted({input_scale(layer) for layer in self.frozen.values()})) or None,
             "device": options.device,
             "threads": torch.get_num_threads(),
             "dtype": str(next(self.runner.model.parameters()).dtype).removeprefix("torch."),
@@ -319,8 +319,3 @@ def _calibrated(model_dir: Path, frozen: dict[str, FrozenLinear], options: Engin
     entries = {name: entry for name in frozen if (entry := state.tensors.get(f"{name}.input")) is not None}
     histories = {name: entry.amax_history for name, entry in entries.items() if entry.amax_history is not None}
     return Calibrated(delayed(state.recipe) or DelayedScaling(), histories)
-
-
-def _input_scales(frozen: dict[str, FrozenLinear]) -> str | None:
-    """How the inputs of FP8 layers are scaled, in one word."""
-    return ", ".join(sorted({input_scale(layer) for layer in frozen.values()})) or None

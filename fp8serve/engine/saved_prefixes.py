@@ -106,17 +106,14 @@ def remove_left_overs(folder: Path) -> None:
     """Removes files of models whose directory is gone, and files that a killed process had begun to write."""
     for path in folder.glob(f".*{SUFFIX}.tmp-*"):
         with suppress(OSError):
-            if not _lives(path.name.rpartition("-")[2]):
+            pid = path.name.rpartition("-")[2]
+            if not (pid.isdecimal() and Path("/proc", pid).exists()):
                 path.unlink()
     for path in folder.glob(f"*{SUFFIX}"):
         with suppress(ModelError, OSError):
             model = read_header(path)[1].get("model")
             if model is not None and not Path(model).exists():
                 path.unlink()
-
-
-def _lives(pid: str) -> bool:
-    return pid.isdecimal() and Path("/proc", pid).exists()
 
 
 def _digest_of(tensors: Mapping[str, Tensor]) -> str:

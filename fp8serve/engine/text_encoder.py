@@ -57,7 +57,8 @@ class TextThreads:
         if self._count == 1 or len(lengths) < self._count or sum(lengths) < LEAST * self._count:
             return compute(range(len(lengths)))
         parts = shares(lengths, self._count)
-        rows = torch.cat(list(self._pool.map(_inferring(compute), parts)))
+        inferring = torch.inference_mode()(compute)  # torch switches gradients off for each thread separately
+        rows = torch.cat(list(self._pool.map(inferring, parts)))
         return rows[torch.tensor([i for part in parts for i in part]).argsort()]
 
 
@@ -71,11 +72,6 @@ def shares(lengths: Sequence[int], count: int) -> list[list[int]]:
         result[least].append(index)
         tokens[least] += lengths[index]
     return [sorted(share) for share in result]
-
-
-def _inferring(compute: Compute) -> Callable[[Sequence[int]], Tensor]:
-    """Switches gradients off, which torch does for each thread separately."""
-    return torch.inference_mode()(compute)
 
 
 def _compute_alone(everyone: Barrier) -> None:

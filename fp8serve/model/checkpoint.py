@@ -21,7 +21,6 @@ from fp8serve.fp8 import ops
 from fp8serve.fp8.casting import cast_by_content
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling, HeadDtype, Recipe, delayed, from_name
-from fp8serve.fp8.spec import QuantSpec
 from fp8serve.model.building import AnyModel, Model, build_on_meta
 from fp8serve.model.config.either import holds_encoder
 from fp8serve.model.config.encoder import EncoderConfig
@@ -263,8 +262,9 @@ class _Freezer:
         input_scale = state.input_scale(linear)
         if input_scale is None:
             return None
-        stored, spec = self.checkpoint.stored(linear), _weight_spec(state)
-        if stored is not None and _is_scaled_by(stored, spec):
+        stored = self.checkpoint.stored(linear)
+        spec = (delayed(state.recipe) or DelayedScaling()).specs.linear["weight"]
+        if stored is not None and tuple(stored.weight_scale_inv.shape) == spec.scale_shape(*stored.weight_q.shape):
             return self._frozen(linear, replace(stored, input_scale=input_scale, input_spec=interop.STATIC))
         weight = self.checkpoint[f"{linear}.weight"].to(self.device)
         if spec.source == "current":
@@ -297,15 +297,6 @@ class _Freezer:
 
     def _parameter(self, name: str) -> Tensor:
         return self.checkpoint[name].to(self.device, self.dtype)
-
-
-def _weight_spec(state: ScalingCheckpoint) -> QuantSpec:
-    """How the weights for the state's input scales are quantized."""
-    return (delayed(state.recipe) or DelayedScaling()).specs.linear["weight"]
-
-
-def _is_scaled_by(stored: StoredLinear, spec: QuantSpec) -> bool:
-    return tuple(stored.weight_scale_inv.shape) == spec.scale_shape(*stored.weight_q.shape)
 
 
 def kv_scales(model_dir: Path | str, scales: Path | str | None = None) -> dict[int, tuple[Tensor, Tensor]]:

@@ -173,7 +173,7 @@ class _Quantizer:
         model = skeleton(parse_any_config(config))
         self.turned = transposed_linears(model)
         self.routers = router_names(model)  # vLLM quantizes those of Qwen3-MoE that a configuration does not leave out
-        self.linears = {name: None for name in _linears(config) if name not in set(high_precision)}
+        self.linears = dict.fromkeys(name for name in model.linear_names() if name not in set(high_precision))
         self.kv = {key: entry for key, entry in scales.tensors.items() if key.rpartition(".")[2] in ("k", "v")}
         if self.input.source == "delayed":
             check_covers(scales, self.linears, "The scaling state")
@@ -261,11 +261,6 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every parameter of the architecture, tied ones once."""
     model = skeleton(parse_any_config(config))
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
-
-
-def _linears(config: Mapping[str, Any]) -> dict[str, None]:
-    """The projections that FP8 may run, in the model's order and quick to look up."""
-    return dict.fromkeys(skeleton(parse_any_config(config)).linear_names())
 
 
 def _plain(name: str, shape: tuple[int, ...], weights: Mapping[str, Tensor], dtype: torch.dtype) -> _Item:

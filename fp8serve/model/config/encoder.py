@@ -161,6 +161,7 @@ def parse_encoder_config(raw: Mapping[str, Any], where: str = "config.json") -> 
     if hidden % heads:
         raise ModelError(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}.")
     layers, is_modern = _whole(raw, "num_hidden_layers", where), family.is_modern
+    eps = "norm_eps" if is_modern else "layer_norm_eps"
     head = head_of(raw, where) if raw.get("architectures") == [family.classifier] else None
     rows, first = _whole(raw, "max_position_embeddings", where), _first_position(raw, family, where)
     if rows <= first:
@@ -180,15 +181,11 @@ def parse_encoder_config(raw: Mapping[str, Any], where: str = "config.json") -> 
         layer_windows=_layer_windows(raw, layers, where) if is_modern else (),
         layer_thetas=_layer_thetas(raw, layers, where) if is_modern else (),
         type_vocab_size=1 if is_modern else _whole({"type_vocab_size": 2} | dict(raw), "type_vocab_size", where),
-        layer_norm_eps=_eps(raw, "norm_eps" if is_modern else "layer_norm_eps", 1e-5 if is_modern else 1e-12, where),
+        layer_norm_eps=positive_number(raw.get(eps), eps, where, 1e-5 if is_modern else 1e-12),
         activation=_activation(raw, where),
         dtype=_dtype(raw, where),
         head=head,
     )
-
-
-def _eps(raw: Mapping[str, Any], key: str, usual: float, where: str) -> float:
-    return positive_number(raw.get(key), key, where, usual)
 
 
 def _refuse(raw: Mapping[str, Any], family: EncoderFamily, where: str) -> None:

@@ -89,12 +89,11 @@ def _parse(data: bytes) -> ModuleState | None:
     extra = value.get("extra_fp8_variables", {})
     if not isinstance(extra, dict):
         raise ScalesError("Its extra_fp8_variables are not a dictionary.")
-    recipe = _recipe(value["recipe"]) if "recipe" in value else _recipe_of_1x(extra)
+    if "recipe" in value:
+        recipe = _recipe(value["recipe"])
+    else:  # 1.x
+        recipe = DelayedScaling(fp8_format=Format.E4M3 if extra.get("fp8_max_bwd") == 448 else Format.HYBRID)
     return None if recipe is None else _state(recipe, value, storages, extra)
-
-
-def _recipe_of_1x(extra: dict[str, Any]) -> DelayedScaling:
-    return DelayedScaling(fp8_format=Format.E4M3 if extra.get("fp8_max_bwd") == 448 else Format.HYBRID)
 
 
 def _recipe(value: Any) -> DelayedScaling | None:
@@ -232,7 +231,9 @@ def import_states(
     entries: dict[str, TensorScale] = {}
     recipes: dict[DelayedScaling, str] = {}
     for module in sorted(key.removesuffix(f".{KEY}") for key in tensors if key.endswith(f".{KEY}")):
-        state = None if _matches(module, skip) else read_module(tensors[f"{module}.{KEY}"], f"{module}.{KEY}")
+        if any(fnmatch(module, pattern) for pattern in skip):
+            continue
+        state = read_module(tensors[f"{module}.{KEY}"], f"{module}.{KEY}")
         if state is not None:
             entries |= _named(module, state, (names or {}).get(module) or linears_of(module))
             recipes.setdefault(state.recipe, module)
@@ -246,10 +247,6 @@ def import_states(
     result = ScalingCheckpoint(next(iter(recipes)), entries, model, {}, "Transformer Engine, imported by fp8serve")
     check(result, where)
     return result
-
-
-def _matches(module: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch(module, pattern) for pattern in patterns)
 
 
 def _named(module: str, state: ModuleState, linears: Sequence[Sequence[str]]) -> dict[str, TensorScale]:

@@ -198,10 +198,6 @@ def _projections(owner: nn.Module, inputs: int, sizes: Mapping[str, int], bias: 
     return Projections(owner, *sizes)
 
 
-def _attention(config: ModelConfig, layer: int) -> Attention | LatentAttention:
-    return Attention(config, layer) if config.latent is None else LatentAttention(config, config.latent, layer)
-
-
 def _block(config: ModelConfig, layer: int) -> tuple[str, MLP | ApertusMLP | Mixture]:
     """The module after attention, and its name in the file."""
     if config.experts is None or has_dense_mlp(config, layer):
@@ -218,7 +214,8 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.self_attn = _attention(config, layer)
+        latent = config.latent
+        self.self_attn = Attention(config, layer) if latent is None else LatentAttention(config, latent, layer)
         self.block, block = _block(config, layer)
         self.register_module(self.block, block)
         self.norms, self.residual_scale, self.is_parallel = config.norms, config.residual_scale, config.parallel

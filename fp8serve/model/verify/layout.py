@@ -167,7 +167,9 @@ def fp8_without_config(subject: Subject) -> Iterator[Finding]:
 
 def config_without_fp8(subject: Subject) -> Iterator[Finding]:
     quantization = subject.quantization
-    if quantization is not None and quantization.groups and not (subject.weights or subject.mx or _has_blocks(subject)):
+    has_experts_in_blocks = any(key.endswith("_blocks") for key in subject.entries)  # of gpt-oss
+    has_fp8 = subject.weights or subject.mx or has_experts_in_blocks
+    if quantization is not None and quantization.groups and not has_fp8:
         what = f"says that weights are quantized by {quantization.producer}, and none is"
         yield error("config", _CONFIG, what, "take it out, or write the model again")
 
@@ -231,11 +233,6 @@ def _is_left_out(owner: str, targets: tuple[str, ...]) -> bool:
     parts = f".{owner}."
     around = (f".{target.removeprefix('model.')}." in parts for target in targets)
     return any(around) or any(matches(target, owner) for target in targets if target != CLASS)
-
-
-def _has_blocks(subject: Subject) -> bool:
-    """Experts of gpt-oss, which are read by other names."""
-    return any(key.endswith("_blocks") for key in subject.entries)
 
 
 def _scheme(subject: Subject, owner: str) -> Scheme | None:
