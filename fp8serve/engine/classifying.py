@@ -34,6 +34,7 @@ QWEN3: Around = (
     "\n<Document>: ",
     "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
 )
+Pair = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,6 @@ def _word(text: str, tokenizer: Tokenizer) -> int:
     if len(ids) != 1:
         raise ModelError(f"{text!r} is {len(ids)} tokens of this tokenizer; a model that judges answers it in one.")
     return ids[0]
-
-
-Pair = tuple[str, str]
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,8 @@ from fp8serve.model.storage.opening import regular_file
 from fp8serve.model.storage.shards import load_tensors, read_header
 
 SUFFIX = ".prefixes.safetensors"
+log = logging.getLogger("fp8serve.engine")
+DEFAULT_BYTES, DEFAULT_SECONDS = 2**30, 300.0
 
 
 @dataclass(frozen=True)
@@ -123,10 +125,6 @@ def _digest_of(tensors: Mapping[str, Tensor]) -> str:
         digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-log = logging.getLogger("fp8serve.engine")
-DEFAULT_BYTES, DEFAULT_SECONDS = 2**30, 300.0
 
 
 class SavedPrefixes:

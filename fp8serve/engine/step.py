@@ -41,6 +41,8 @@ from torch import Tensor, nn
 
 from fp8serve.engine.scheduler import Work
 
+WARM_UPS = 2  # runs before the capture: libraries load kernels and take their workspace in the first
+
 
 @dataclass(frozen=True, slots=True)
 class Queries:
@@ -49,9 +51,6 @@ class Queries:
     query_starts: Tensor  # [S + 1]
     context_lens: Tensor  # [S]: the position of each sequence's last query, plus one
     block_tables: Tensor  # [S, most blocks], rows filled up with 0
-
-
-WARM_UPS = 2  # runs before the capture: libraries load kernels and take their workspace in the first
 
 
 @dataclass(frozen=True, slots=True)

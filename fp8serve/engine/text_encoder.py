@@ -32,6 +32,7 @@ from fp8serve.model.network.experts import mixtures
 from fp8serve.model.text.tokenizer import Tokenizer
 
 LEAST = 64  # tokens of a thread: fewer are bound by reading the weights, which every thread would do
+Finish = Callable[[Tensor, Sequence[int]], Tensor]  # hidden [tokens, H] of texts of these lengths -> [texts, ...]
 
 
 class Compute(Protocol):
@@ -79,9 +80,6 @@ def _compute_alone(everyone: Barrier) -> None:
     torch.set_num_threads(1)
     torch.get_num_threads()
     everyone.wait()
-
-
-Finish = Callable[[Tensor, Sequence[int]], Tensor]  # hidden [tokens, H] of texts of these lengths -> [texts, ...]
 
 
 class TextEncoder:

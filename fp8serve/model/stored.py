@@ -36,6 +36,8 @@ _LEFT_OVERS = ("rotary_emb.inv_freq", "attn.masked_bias", "attention.masked_bias
 # in encoders: a buffer, and the pre-training head
 _OF_ENCODERS = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.", "cls.", "lm_head.", "head.",
                 "decoder.")  # fmt: skip
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+TOLERANCE = 0.01
 
 
 @dataclass(frozen=True)
@@ -301,9 +303,6 @@ def _without_prefix(shards: Shards, config: EncoderConfig) -> Shards:
     return shards.renamed(names) if any(key != name for key, name in names.items()) else shards
 
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
-
-
 def without_predictors(shards: Shards, config: ModelConfig) -> tuple[Shards, tuple[str, ...]]:
     """(the tensors without those of the `num_predictors` layers for multi-token prediction, which DeepSeek's files have
     after the last layer, the names of the layers left out)."""
@@ -316,9 +315,6 @@ def without_predictors(shards: Shards, config: ModelConfig) -> tuple[Shards, tup
 def _layer(key: str) -> str:
     match = _LAYER.match(key)
     return "" if match is None else match.group(0)[:-1]
-
-
-TOLERANCE = 0.01
 
 
 def check_agreement(checkpoint: Checkpoint, state: ScalingCheckpoint, where: str) -> None:

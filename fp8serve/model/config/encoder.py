@@ -24,6 +24,17 @@ _MODERN = frozenset({
     "classifier_bias", "classifier_activation", "deterministic_flash_attn", "sparse_prediction",
     "sparse_pred_ignore_index", "reference_compile", "repad_logits_with_grad", "layer_norm_eps",
 })  # fmt: skip
+EncoderActivation = Literal["gelu", "gelu_tanh"]
+ScoreActivation = Literal["none", "sigmoid", "softmax"]
+_ACTIVATIONS: dict[Any, EncoderActivation] = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+_MOST = {"num_hidden_layers": 2_000, "num_attention_heads": 2**16}
+_HONOURED = frozenset({
+    "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "max_position_embeddings", "type_vocab_size", "layer_norm_eps", "hidden_act", "dtype",
+    "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "tie_word_embeddings",
+})  # fmt: skip
+OF_HEADS = frozenset({"sentence_transformers", "sbert_ce_default_activation_function"})
+_SCORES: dict[str, ScoreActivation] = {"Identity": "none", "Sigmoid": "sigmoid"}
 
 
 def _layer_windows(raw: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, ...]:
@@ -57,12 +68,6 @@ def _theta(raw: Mapping[str, Any], kind: str, where: str) -> float:
     return positive_number(rope.get("rope_theta", raw.get(key)), key, where, usual)
 
 
-EncoderActivation = Literal["gelu", "gelu_tanh"]
-ScoreActivation = Literal["none", "sigmoid", "softmax"]
-_ACTIVATIONS: dict[Any, EncoderActivation] = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-_MOST = {"num_hidden_layers": 2_000, "num_attention_heads": 2**16}
-
-
 @dataclass(frozen=True)
 class EncoderFamily:
     """architecture: of the model without a head. prefix: of its tensors in files that were saved with a head.
@@ -89,13 +94,6 @@ ENCODERS: dict[str, EncoderFamily] = {
         "XLMRobertaModel", "XLMRobertaForSequenceClassification", "roberta.", counts_from_pad=True
     ),
 }
-_HONOURED = frozenset({
-    "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-    "num_attention_heads", "max_position_embeddings", "type_vocab_size", "layer_norm_eps", "hidden_act", "dtype",
-    "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "tie_word_embeddings",
-})  # fmt: skip
-OF_HEADS = frozenset({"sentence_transformers", "sbert_ce_default_activation_function"})
-_SCORES: dict[str, ScoreActivation] = {"Identity": "none", "Sigmoid": "sigmoid"}
 
 
 @dataclass(frozen=True)

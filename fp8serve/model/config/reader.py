@@ -80,6 +80,9 @@ _HARMLESS_AT: dict[str, tuple[Any, ...]] = {
     "norm_type": ("rmsnorm", "rms_norm", None),
     "position_embedding_type": ("rope", "rotary", None),
 }
+# Sizes that no model exceeds, so that a hostile size is refused before a module or a list of that size is made.
+MOST = {"num_hidden_layers": 2_000, "num_attention_heads": 2**16, "num_key_value_heads": 2**16, "head_dim": 2**16}
+_LARGEST = 1e38  # of a number that is computed with in FP32
 
 
 def is_harmless(key: str, value: Any) -> bool:
@@ -87,11 +90,6 @@ def is_harmless(key: str, value: Any) -> bool:
     if key in _HARMLESS or key.startswith("_"):
         return True
     return value in _HARMLESS_AT.get(key, (None, False, [], {}, ""))
-
-
-# Sizes that no model exceeds, so that a hostile size is refused before a module or a list of that size is made.
-MOST = {"num_hidden_layers": 2_000, "num_attention_heads": 2**16, "num_key_value_heads": 2**16, "head_dim": 2**16}
-_LARGEST = 1e38  # of a number that is computed with in FP32
 
 
 class Reader:

@@ -19,6 +19,15 @@ from fp8serve.errors import ModelError, shown
 from fp8serve.model.gguf.reader import GgufFile
 
 _ELEMENTS_AT_ONCE = 2**20  # only so much of a tensor exists in FP32 at a time
+LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+Config = dict[str, Any]
+# The models of Gemma 2 and 3 whose softmax is scaled by the width and not by the head, by their layers: 27B.
+_SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
+_SOFTMAX, _SIGMOID = 1, 2  # `expert_gating_func`
+DEEPSEEK_KEYS = frozenset({
+    "attention.key_length_mla", "attention.value_length_mla", "expert_weights_norm", "expert_gating_func",
+    "expert_group_count", "expert_group_used_count", "rope.scaling.yarn_log_multiplier",
+})  # fmt: skip
 
 
 def decimal(value: Any) -> Any:
@@ -44,17 +53,6 @@ def dequantized(tensor: Any, dtype: torch.dtype = torch.bfloat16, expert: int | 
             part = gguf.dequantize(rows[at : at + step], tensor.tensor_type)
         out[at : at + step] = torch.from_numpy(np.array(part, dtype=np.float32))
     return out.reshape(shape)
-
-
-LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
-Config = dict[str, Any]
-# The models of Gemma 2 and 3 whose softmax is scaled by the width and not by the head, by their layers: 27B.
-_SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
-_SOFTMAX, _SIGMOID = 1, 2  # `expert_gating_func`
-DEEPSEEK_KEYS = frozenset({
-    "attention.key_length_mla", "attention.value_length_mla", "expert_weights_norm", "expert_gating_func",
-    "expert_group_count", "expert_group_used_count", "rope.scaling.yarn_log_multiplier",
-})  # fmt: skip
 
 
 def layer_types(file: GgufFile, config: Config) -> Config:

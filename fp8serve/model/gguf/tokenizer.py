@@ -45,6 +45,10 @@ _DEEPSEEK3 = (
 )
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+_SPACE = "▁"  # SentencePiece's character for a space
+_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+_ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # GGUF's word -> Hugging Face's
+_ENDS = ("eos", "eot", "eom")  # a chat model ends its turn with the second, a call of a tool with the third
 
 
 @dataclass(frozen=True)
@@ -95,12 +99,6 @@ FAMILIES = {
     "olmo": _NEOX,
     "mpt": _NEOX,
 }
-
-
-_SPACE = "▁"  # SentencePiece's character for a space
-_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-_ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # GGUF's word -> Hugging Face's
-_ENDS = ("eos", "eot", "eom")  # a chat model ends its turn with the second, a call of a tool with the third
 
 
 class Kind(IntEnum):

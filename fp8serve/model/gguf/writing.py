@@ -51,6 +51,14 @@ HARD = (
     "camelCase HTTPServer x=1;\r\nfor(i=0;i<10;++i){}//done /path/to\n  __init__ 'single' \"double\" 1 22 333 4444"
 )
 _ENDS = ("eos", "eot", "eom")
+WeightType = Literal["BF16", "F16", "Q8_0"]
+WEIGHT_TYPES: tuple[WeightType, ...] = get_args(WeightType)
+_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
+_EXPERT = re.compile(r"(.*\.experts\.)\d+(\..*)")
+_ROUTER = ".mlp.gate.weight"  # which llama.cpp keeps in FP32
+_Q8_BLOCK = 32
+_SAME = ("layer_ropes", "num_heads", "num_kv_heads", "head_dim", "tie_word_embeddings", "attention_bias", "mlp_bias",
+         "qk_norm", "softmax_scale", "rms_norm_eps", "experts")  # fmt: skip
 
 
 def vocabulary_keys(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -122,16 +130,6 @@ def _family(path: Path, raw: dict[str, Any], backend: tokenizers.Tokenizer) -> s
 def _is_alike(family: Family, raw: dict[str, Any]) -> bool:
     nfc = '"NFC"' in json.dumps(raw.get("normalizer"))
     return family.nfc == nfc and family.whole_words == bool(raw["model"].get("ignore_merges"))
-
-
-WeightType = Literal["BF16", "F16", "Q8_0"]
-WEIGHT_TYPES: tuple[WeightType, ...] = get_args(WeightType)
-_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
-_EXPERT = re.compile(r"(.*\.experts\.)\d+(\..*)")
-_ROUTER = ".mlp.gate.weight"  # which llama.cpp keeps in FP32
-_Q8_BLOCK = 32
-_SAME = ("layer_ropes", "num_heads", "num_kv_heads", "head_dim", "tie_word_embeddings", "attention_bias", "mlp_bias",
-         "qk_norm", "softmax_scale", "rms_norm_eps", "experts")  # fmt: skip
 
 
 def write_gguf(source: Path | str, out: Path | str, weight_type: WeightType = "BF16") -> None:

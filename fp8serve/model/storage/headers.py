@@ -16,6 +16,15 @@ from fp8serve.model.storage.files import no_duplicates
 from fp8serve.model.storage.opening import open_member
 
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+CHUNK = 1 << 22  # numbers at once
+_EXPONENTS: dict[str, tuple[type[np.unsignedinteger], int]] = {  # exponent bits: only NaN and infinity set all
+    "F64": (np.uint64, 0x7FF0_0000_0000_0000),
+    "F32": (np.uint32, 0x7F80_0000),
+    "F16": (np.uint16, 0x7C00),
+    "BF16": (np.uint16, 0x7F80),
+    "F8_E4M3": (np.uint8, 0x7F),
+    "F8_E5M2": (np.uint8, 0x7C),
+}
 
 
 class Header(NamedTuple):
@@ -41,17 +50,6 @@ def header_json(path: Path) -> Header:
     if not isinstance(raw, dict):
         raise ModelError(f"{path} has a header that is not a JSON object.")
     return Header(raw, 8 + length, size)
-
-
-CHUNK = 1 << 22  # numbers at once
-_EXPONENTS: dict[str, tuple[type[np.unsignedinteger], int]] = {  # exponent bits: only NaN and infinity set all
-    "F64": (np.uint64, 0x7FF0_0000_0000_0000),
-    "F32": (np.uint32, 0x7F80_0000),
-    "F16": (np.uint16, 0x7C00),
-    "BF16": (np.uint16, 0x7F80),
-    "F8_E4M3": (np.uint8, 0x7F),
-    "F8_E5M2": (np.uint8, 0x7C),
-}
 
 
 def require_finite(directory: Path) -> None:

@@ -35,6 +35,14 @@ from fp8serve.model.storage.headers import header_json
 from fp8serve.model.storage.opening import open_member
 
 _FILES: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()  # by the address at which each begins
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,255}")
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn,
+          "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "F64": torch.float64, "I64": torch.int64,
+          "I32": torch.int32, "U8": torch.uint8, "I8": torch.int8, "BOOL": torch.bool}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# as safetensors writes them: the tensors of the last type first, and those of one type by name
+_ORDER = ("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F16", "BF16", "I32", "F32", "F64", "I64")
 
 
 def map_file(path: Path) -> Tensor:
@@ -60,14 +68,6 @@ def release_pages(tensor: Tensor) -> None:
     first, end = -(-start // mmap.PAGESIZE), (start + tensor.nbytes) // mmap.PAGESIZE
     if end > first:
         mapped.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (end - first) * mmap.PAGESIZE)
-
-
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,255}")
-
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn,
-          "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "F64": torch.float64, "I64": torch.int64,
-          "I32": torch.int32, "U8": torch.uint8, "I8": torch.int8, "BOOL": torch.bool}  # fmt: skip
 
 
 def type_name(dtype: torch.dtype) -> str:
@@ -256,11 +256,6 @@ def _plain(model_dir: Path, name: str) -> Path:
     if name != Path(name).name or "\\" in name or "\0" in name or not name.endswith(".safetensors"):
         raise ModelError(f"{model_dir / INDEX} names the shard {shown(name)}, not a plain .safetensors file name.")
     return model_dir / name
-
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# as safetensors writes them: the tensors of the last type first, and those of one type by name
-_ORDER = ("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F16", "BF16", "I32", "F32", "F64", "I64")
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ REASONING = ("reasoning", "reasoning_content", "thinking")
 _READ = ("role", "content", "tool_calls", "tool_call_id", "name", "weight", *REASONING)
 _ID = re.compile(r"[\w.:-]{1,256}", re.ASCII)
 NO_ARGUMENTS = {"type": "object", "properties": {}}
+_WRITTEN = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning", "reasoning_content")
 
 
 def messages_of(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
@@ -233,8 +234,6 @@ def _tool(tool: Any, where: str) -> Mapping[str, Any]:
 
 
 Message = dict[str, Any]
-
-_WRITTEN = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning", "reasoning_content")
 
 
 def for_template(messages: Sequence[Mapping[str, Any]]) -> list[Message]:

@@ -28,6 +28,9 @@ LONGEST_LITERAL = 12  # characters; an error so near to the end of a piece may b
 
 Row = Mapping[str, Any]
 Numbered = Iterator[tuple[int, Row]]
+ROWS_AT_ONCE = 64
+MEMORY = 3 << 30  # bytes that decoding may map
+BUFFER = 1 << 20  # bytes of a column that are read at once
 
 
 def _whole_number(digits: str) -> int | Decimal:
@@ -175,11 +178,6 @@ class _RowLines:
             if self.size > self._longest:
                 raise too_large(self._name, number, self._longest)
             yield line
-
-
-ROWS_AT_ONCE = 64
-MEMORY = 3 << 30  # bytes that decoding may map
-BUFFER = 1 << 20  # bytes of a column that are read at once
 
 
 def parquet_rows(path: Path, most: int, longest: int, columns: Collection[str] | None) -> Numbered:

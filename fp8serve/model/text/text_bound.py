@@ -35,6 +35,9 @@ BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
 # decomposition (U+FDFA) has eighteen.
 _NORMALIZERS = {"NFC": 4, "NFD": 1, "NFKC": 18, "NFKD": 1, "Lowercase": 1, "Prepend": 1, "ByteLevel": 1}
 _KEEPING = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"})
+MAX_TOKEN_CHARS = 16_384
+_SEARCHES = re.compile(r"[*+?{(|]|\\[1-9kg]")  # what makes the time of a regular expression grow
+_FACTORS = {"WordPiece": 2, "CTC": 2, "BPEDecoder": 2}  # they may put a space beside every character
 
 
 @dataclass(frozen=True)
@@ -114,11 +117,6 @@ def _longest(backend: tokenizers.Tokenizer) -> int:
     if backend.normalizer is not None:
         added += [backend.normalizer.normalize_str(text) for text in added]
     return max(map(len, [*entries, *added]), default=1)
-
-
-MAX_TOKEN_CHARS = 16_384
-_SEARCHES = re.compile(r"[*+?{(|]|\\[1-9kg]")  # what makes the time of a regular expression grow
-_FACTORS = {"WordPiece": 2, "CTC": 2, "BPEDecoder": 2}  # they may put a space beside every character
 
 
 def check_decoder(backend: tokenizers.Tokenizer, entries: list[str]) -> None:

@@ -24,6 +24,9 @@ from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.processes import Head
 
 MAX_TABLE_BYTES = 1 << 28  # of one column
+MODULE = "fp8serve.model.text.tokenizer_facts"
+READING_SECONDS, READING_MEMORY = 30.0, 2 << 30
+"""Processor time and memory to read a tokenizer: ten times what the largest published one takes."""
 
 
 @dataclass
@@ -135,11 +138,6 @@ def _column(entries: Iterable[bytes]) -> bytes:
         if total > MAX_TABLE_BYTES:
             raise TokenizerError("The texts of this model's tokens are too long for log-probabilities.")
     return array("I", accumulate(map(len, held))).tobytes() + b"".join(held)
-
-
-MODULE = "fp8serve.model.text.tokenizer_facts"
-READING_SECONDS, READING_MEMORY = 30.0, 2 << 30
-"""Processor time and memory to read a tokenizer: ten times what the largest published one takes."""
 
 
 def describe(directory: Path, cpu: float = READING_SECONDS, memory: int = READING_MEMORY) -> TokenizerFacts:

@@ -31,6 +31,8 @@ TRIED = "fp8serve_trial"  # the mask is a `Mask`
 Answer = Callable[[int, nn.Module, Tensor, Tensor, Tensor, Tensor | None, dict[str, Any]], Tensor]
 Seen = Callable[[Tensor, Tensor], Tensor]  # (query positions, key positions) -> bool
 _pass: ContextVar[tuple[Iterator[int], Answer]] = ContextVar("pass")
+LAYER_COUNTS = frozenset({"num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers"})
+"""The keys by which config.json gives the number of layers, as transformers' classes spell it."""
 
 
 @contextmanager
@@ -73,10 +75,6 @@ def register() -> None:
     AttentionInterface.register(SERVED, attention)
     AttentionInterface.register(TRIED, attention)
     AttentionMaskInterface.register(TRIED, mask)
-
-
-LAYER_COUNTS = frozenset({"num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers"})
-"""The keys by which config.json gives the number of layers, as transformers' classes spell it."""
 
 
 def build(config_json: str, attention: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:

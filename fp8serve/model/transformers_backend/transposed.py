@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from fp8serve.model.storage.shards import Shards, StoredTensor
 
+_IN_GPT2 = (".c_attn", ".q_attn", ".c_proj", ".c_fc")
+
 
 def as_linears(model: nn.Module) -> frozenset[str]:
     """Replace every Conv1D of `model` by a linear layer without weights; returns their names."""
@@ -30,9 +32,6 @@ def turned(tensors: Mapping[str, Tensor], linears: Collection[str]) -> dict[str,
     return {
         n: t.t().contiguous() if n.rpartition(".")[0] in linears and t.dim() == 2 else t for n, t in tensors.items()
     }
-
-
-_IN_GPT2 = (".c_attn", ".q_attn", ".c_proj", ".c_fc")
 
 
 def as_multiplied(shards: Shards, config: Mapping[str, Any]) -> Shards:

@@ -49,6 +49,11 @@ BY_VALUES = (
 _COMPUTED = {"scaling", "softcap", "sliding_window"}
 _HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states", "cache_position",
              "is_causal", "layer_idx", "return_dict", "output_router_logits"}  # fmt: skip
+LENGTHS = [5, 9]
+TOLERANCE = 0.2  # relative to the norm of a token's hidden state
+MOST = 0.5  # fraction of the choices of experts
+ChosenExperts = tuple[Tensor, Tensor]  # (experts, their weights), as a mixture's experts are called with
+Hook = Callable[[nn.Module, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -240,13 +245,6 @@ def _check_rope(config: Any, name: str, where: str) -> None:
     kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     for kind in {str(kind_config.get("rope_type")) for kind_config in kinds} & {"dynamic", "longrope"}:
         raise ModelError(f"{where}: {name} has rotary position of the type {shown(kind)}, which only families compute.")
-
-
-LENGTHS = [5, 9]
-TOLERANCE = 0.2  # relative to the norm of a token's hidden state
-MOST = 0.5  # fraction of the choices of experts
-ChosenExperts = tuple[Tensor, Tensor]  # (experts, their weights), as a mixture's experts are called with
-Hook = Callable[[nn.Module, Any], Any]
 
 
 @torch.no_grad()

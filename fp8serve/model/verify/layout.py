@@ -16,6 +16,9 @@ from fp8serve.model.verify.subject import AGAIN, FP8, Finding, Subject, error, i
 
 TOLERANCE = 0.01  # between a scale and its copy in scales.safetensors: another project may have rounded it to BF16
 _EMBEDDINGS = "embed_tokens.weight"
+BLOCK = 128  # rows and columns of a weight that share a scale
+_CONFIG = "quantization_config"
+_WRITE = "correct quantization_config, or write the model again"
 
 
 def index_and_files(subject: Subject) -> Iterator[Finding]:
@@ -150,11 +153,6 @@ def side_car(subject: Subject) -> Iterator[Finding]:
 def _is_unreadable(subject: Subject, file: str | None = None) -> bool:
     """Whether this file, or any, could not be read, so that its tensors are not reported as missing as well."""
     return any(t.check == "unreadable" and file in (None, t.tensor) for t in subject.trouble)
-
-
-BLOCK = 128  # rows and columns of a weight that share a scale
-_CONFIG = "quantization_config"
-_WRITE = "correct quantization_config, or write the model again"
 
 
 def fp8_without_config(subject: Subject) -> Iterator[Finding]:

@@ -25,6 +25,17 @@ _BAD: dict[str, Callable[[Tensor], Tensor]] = {
     "negative": lambda scale: scale < 0,
 }
 _WORDS = {"nan": "NaN", "infinite": "an infinity", "zero": "zero", "negative": "a negative number"}
+FP8_MAX = 448.0
+WEIGHTS = (1e-6, 3.0)  # root mean square of a weight
+WEIGHTS_FAR = 2.0**8  # between the root mean squares of a model's weights
+INPUTS = (1e-5, 1e7)  # largest value of an input
+TYPICAL_INPUT = 8192.0  # above the median, over the layers of a model, of the largest values of inputs
+FAR = 2.0**10  # between scales beside each other
+VERY_FAR = 2.0**14
+NEAR = 2.0**6
+HALF = FP8_MAX / 2
+COARSE = FP8_MAX / 2**7  # most of the codes' precision is lost
+_INVERT = "store 1 / it: a stored scale is what codes are multiplied by to dequantize them"
 
 
 def bad_scales(subject: Subject) -> Iterator[Finding]:
@@ -109,19 +120,6 @@ def weight_scale_shapes(subject: Subject) -> Iterator[Finding]:
             shapes = list(subject.entries[scale].shape), list(subject.entries[key].shape)
             what = f"has the shape {shapes[0]}, which fits no weight of {shapes[1]}"
             yield error("shape", scale, what, "store one scale for the tensor, each row, or each block of 128 x 128")
-
-
-FP8_MAX = 448.0
-WEIGHTS = (1e-6, 3.0)  # root mean square of a weight
-WEIGHTS_FAR = 2.0**8  # between the root mean squares of a model's weights
-INPUTS = (1e-5, 1e7)  # largest value of an input
-TYPICAL_INPUT = 8192.0  # above the median, over the layers of a model, of the largest values of inputs
-FAR = 2.0**10  # between scales beside each other
-VERY_FAR = 2.0**14
-NEAR = 2.0**6
-HALF = FP8_MAX / 2
-COARSE = FP8_MAX / 2**7  # most of the codes' precision is lost
-_INVERT = "store 1 / it: a stored scale is what codes are multiplied by to dequantize them"
 
 
 def reciprocal_weight_scales(subject: Subject) -> Iterator[Finding]:

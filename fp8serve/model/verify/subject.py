@@ -26,6 +26,15 @@ from fp8serve.model.storage.shards import INDEX, SINGLE, Shards, StoredTensor, r
 from fp8serve.model.transformers_backend.transposed import as_multiplied
 
 Severity = Literal["error", "warning"]
+_MAGNITUDE, _PART = 0x7F, 2**22
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+AGAIN = "download or write it again"
+# For a stack of experts: the suffix of a scale's name, and what it scales.
+_STACKED: dict[str, Role] = {"_activation_scale": "input", "_input_scale": "input", "_scale_inv": "weight",
+                             "_scale": "weight"}  # fmt: skip
+_EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "wpe", "word_embeddings", "position_embeddings", "tok_embeddings",
+               "token_type_embeddings")  # fmt: skip
+_IGNORED = (".input_scale_ub",)  # a bound on the scales of tokens, which are computed dynamically
 
 
 @dataclass(frozen=True)
@@ -50,9 +59,6 @@ def error(check: str, tensor: str, what: str, do: str) -> Finding:
 
 def warning(check: str, tensor: str, what: str, do: str) -> Finding:
     return Finding("warning", check, tensor, what, do)
-
-
-_MAGNITUDE, _PART = 0x7F, 2**22
 
 
 @dataclass(frozen=True)
@@ -123,16 +129,6 @@ def _blocked(values: Tensor, size: int = 128) -> Tensor:
 def byte_values(dtype: torch.dtype) -> Tensor:
     """FP32 [256]: the value of each byte in this FP8 type."""
     return torch.arange(256, dtype=torch.int16).to(torch.uint8).view(dtype).float()
-
-
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-AGAIN = "download or write it again"
-# For a stack of experts: the suffix of a scale's name, and what it scales.
-_STACKED: dict[str, Role] = {"_activation_scale": "input", "_input_scale": "input", "_scale_inv": "weight",
-                             "_scale": "weight"}  # fmt: skip
-_EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "wpe", "word_embeddings", "position_embeddings", "tok_embeddings",
-               "token_type_embeddings")  # fmt: skip
-_IGNORED = (".input_scale_ub",)  # a bound on the scales of tokens, which are computed dynamically
 
 
 @dataclass
