@@ -222,7 +222,7 @@ def _number(digits: str) -> int:
 
 
 def _mapped(value: Any, owner: int, write: Callable[[int, str], str]) -> Any:
-    """`value` with every text in it replaced, except where `_KEPT` says."""
+    """`value` with every text in it replaced, except where `_RETAINED` says."""
     if isinstance(value, str):
         return write(owner, value)
     if isinstance(value, dict):
