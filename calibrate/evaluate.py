@@ -35,12 +35,10 @@ from fp8serve.calibration.result import EvalReport, LayerReport, Quality
 from fp8serve.errors import ModelError, RecipeError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import HeadDtype, Recipe, RecipeChoice, from_name, name_of
-from fp8serve.model.building import AnyModel, Model
-from fp8serve.model.checkpoint import load_servable
+from fp8serve.model.building import AnyModel, Model, hidden_states
+from fp8serve.model.checkpoint import load_reader, load_servable
 from fp8serve.model.network.encoder import Encoder
-from fp8serve.model.network.pooling import Pooling
-from fp8serve.model.network.scores import scored
-from fp8serve.model.reading import hidden_states, load_reader
+from fp8serve.model.network.pooling import Pooling, scored
 from fp8serve.model.text.tokenizer import Tokenizer
 
 Rows = Sequence[tuple[list[int], list[int]]]  # ids and segments of texts

@@ -28,9 +28,8 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.recipe import Recipe
 from fp8serve.fp8.scaling import ScalingState
-from fp8serve.model.building import AnyModel, Model
+from fp8serve.model.building import AnyModel, Model, hidden_states
 from fp8serve.model.network.pooling import Pooling
-from fp8serve.model.reading import hidden_states
 from fp8serve.ranks import ALONE, Ranks
 
 Layers = tuple[LayerReport, ...]

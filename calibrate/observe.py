@@ -48,9 +48,8 @@ from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.ops.arithmetic import amax
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
 from fp8serve.fp8.scaling import FIELDS, Entry, ScalingState, fp8_max, update
-from fp8serve.model.building import AnyModel, Model
+from fp8serve.model.building import AnyModel, Model, hidden_states
 from fp8serve.model.network.experts import every_expert, mixtures, reset_token_counts
-from fp8serve.model.reading import hidden_states
 from fp8serve.ranks import ALONE, Ranks
 
 Counts = dict[str, Tensor]  # by the name of a mixture: tokens that each expert was given, int64 [E]
@@ -300,7 +299,7 @@ def observe(
 def observe_texts(
     model: AnyModel, observer: Observer, batches: Sequence[Batch], recipe: Recipe, stages: Stages
 ) -> Observer:
-    """As `observe`, of a model that reads whole texts (`model.reading`), into `observer`."""
+    """As `observe`, of a model that reads whole texts (`model.building`), into `observer`."""
     for batch in stages.steps("observe", batches):
         with autocast(enabled=False, calibrating=True, recipe=observer.recipe), torch.enable_grad():
             hidden_states(model, batch.ids, batch.lengths)

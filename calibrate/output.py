@@ -88,7 +88,7 @@ def _write_directory(
         # scales of smoothed and healed weights are not the source's
         weights=_changed(job) if job.healing or job.smoothing else None,
         quantized={name: (layer.weight_q, layer.weight_scale_inv) for name, layer in rounded.items()},
-        kept=[name for group in job.in_bf16 for name in group.names],
+        high_precision=[name for group in job.in_bf16 for name in group.names],
         format=job.options.format,
         extra_files=extra_files,
         max_shard_bytes=job.options.max_shard_bytes,

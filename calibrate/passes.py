@@ -28,8 +28,8 @@ from fp8serve.fp8.served_attention import served_attention
 from fp8serve.model.building import AnyModel, Model
 from fp8serve.model.network.decoder import Attend, rotated
 from fp8serve.model.network.encoder import Encoder
-from fp8serve.model.storage.mapped import release_pages
 from fp8serve.model.storage.memory import trim
+from fp8serve.model.storage.shards import release_pages
 
 Linears = Mapping[str, Linear]
 Tap = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]  # (attention name, k, v) -> the k and v that are used

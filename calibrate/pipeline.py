@@ -59,7 +59,7 @@ from fp8serve.fp8.conversion import convert
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
 from fp8serve.model.building import AnyModel, Model
-from fp8serve.model.checkpoint import load_servable, open_checkpoint
+from fp8serve.model.checkpoint import load_reader, load_servable, open_checkpoint
 from fp8serve.model.config.decoder import computed_by_note
 from fp8serve.model.config.either import AnyConfig
 from fp8serve.model.config.encoder import EncoderConfig
@@ -67,7 +67,6 @@ from fp8serve.model.config.sentence import has_pooling
 from fp8serve.model.config.wrappers import left_out_notes
 from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.network.pooling import Pooling, read_pooling
-from fp8serve.model.reading import load_reader
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.ranks import ALONE, Ranks
 

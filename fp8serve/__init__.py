@@ -32,7 +32,7 @@ _HOMES = {
     "finetune": "fp8serve.train.finetune",
     "log_probs": "fp8serve.train.log_probs",
     "export": "fp8serve.model.converted",
-    "restore_scaling": "fp8serve.model.restoring",
+    "restore_scaling": "fp8serve.model.converted",
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -15,7 +15,6 @@ from typing import Any, Literal
 from torch import Tensor
 
 from fp8serve.errors import ModelError, ScalesError
-from fp8serve.model.agreement import contradictions
 from fp8serve.model.checkpoint import cache_refusal, check_servable
 from fp8serve.model.config.either import ComputedBy, computed_by
 from fp8serve.model.config.encoder import EncoderConfig
@@ -24,7 +23,7 @@ from fp8serve.model.formats import interop, transformer_engine
 from fp8serve.model.formats.scales import FILE_NAME, FORMAT, ScalingCheckpoint, problems, read_scales
 from fp8serve.model.readers import reader_notes
 from fp8serve.model.storage.shards import Shards, read_header
-from fp8serve.model.stored import Checkpoint, matrices_note, open_checkpoint
+from fp8serve.model.stored import Checkpoint, contradictions, matrices_note, open_checkpoint
 
 Direction = Literal["quantizes", "dequantizes", "unknown"]
 

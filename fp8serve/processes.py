@@ -1,4 +1,4 @@
-"""Child processes of this project: the command that starts one, and how its end is described.
+"""Child processes of this project: the command that starts one, its messages and errors, and how its end is described.
 
 A child is always a module of this package. Its command is made here and nowhere else, because of `-P`: without it,
 Python puts the current directory first on `sys.path`, and a server that was started inside a downloaded model's
@@ -11,14 +11,26 @@ command `fp8serve` and `python -P -m fp8serve` never look there.
 Processes of ours end at once (`end_process`): workers, because their owner waits for it, and a server that has not
 begun. The interpreter needs one to three seconds to shut down a process with torch, and frees nothing that the
 operating system does not free anyway.
+
+A message is JSON and nothing is ever unpickled: a frame (`pack`, `receive`) is a JSON object and some bytes, each with
+its length. An error crosses as its class and sentence (`describe_error`, `error_of`).
 """
 
 import contextlib
+import json
 import os
 import signal
+import socket
+import struct
 import sys
 from collections.abc import Iterator
 from typing import Any, NoReturn
+
+from fp8serve import errors
+from fp8serve.errors import Fp8ServeError
+
+FRAME = struct.Struct("!QQ")  # bytes of the JSON head, bytes of the body behind it
+Head = dict[str, Any]
 
 
 def module_command(module: str, *arguments: str) -> tuple[str, ...]:
@@ -87,3 +99,43 @@ def ends_at_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def pack(head: Head, body: bytes = b"") -> bytes:
+    """One frame: a JSON object and some bytes."""
+    text = json.dumps(head, separators=(",", ":")).encode()
+    return FRAME.pack(len(text), len(body)) + text + body
+
+
+def receive(connection: socket.socket) -> tuple[Head, bytes] | None:
+    """The next frame; None if the other end is closed before it is whole."""
+    if (sizes := _read(connection, FRAME.size)) is None:
+        return None
+    head, body = (_read(connection, size) for size in FRAME.unpack(sizes))
+    return None if head is None or body is None else (json.loads(head), body)
+
+
+def _read(connection: socket.socket, size: int) -> bytes | None:
+    content, received = bytearray(size), 0
+    while received < size:
+        if not (count := connection.recv_into(memoryview(content)[received:])):
+            return None
+        received += count
+    return bytes(content)
+
+
+def describe_error(error: Exception) -> Head:
+    """The error as JSON, for `error_of` in the process that waits."""
+    if isinstance(error, OSError):
+        return {"error": "OSError", "errno": error.errno or 0, "message": error.strerror or str(error)}
+    return {"error": type(error).__name__, "message": str(error)}
+
+
+def error_of(answer: Head, unknown: type[Exception] = RuntimeError) -> Exception:
+    """The error of another process, as the class it was raised as; `unknown` for a class that is not fp8serve's."""
+    if answer["error"] == "OSError":
+        return OSError(answer["errno"], answer["message"])
+    kind = getattr(errors, answer["error"], None)
+    if isinstance(kind, type) and issubclass(kind, Fp8ServeError):
+        return kind(answer["message"])
+    return unknown(answer["message"])

@@ -69,45 +69,45 @@ class Adapters:
             raise RequestError(f"There is an adapter {shown(name)} already; unload it first, or choose another name.")
         from fp8serve.model.adapters import read_adapter  # needs safetensors, which an engine without files does not
 
-        found = read_adapter(directory, self.model.config)
-        self._check(directory, found)
+        low_ranks = read_adapter(directory, self.model.config)
+        self._check(directory, low_ranks)
         number = next(self._numbers)
-        parts = {linear: self._part(linear, low) for linear, low in found.items()}
-        rank, size = max(low.a.shape[0] for low in found.values()), sum(low.nbytes for low in found.values())
-        new = LoadedAdapter(name, number, _digest(found), rank, size, parts)
+        parts = {linear: self._part(linear, low) for linear, low in low_ranks.items()}
+        rank, size = max(low.a.shape[0] for low in low_ranks.values()), sum(low.nbytes for low in low_ranks.values())
+        new = LoadedAdapter(name, number, _digest(low_ranks), rank, size, parts)
         self._held[number] = self.named[name] = new
         self._stack(parts)
         return new
 
     def unload(self, name: str) -> None:
         """From now on no sequence gets the adapter. RequestError: there is none of that name."""
-        found = self.find(name)
+        adapter = self.find(name)
         del self.named[name]
-        found.retired = True
-        self._free(found)
+        adapter.retired = True
+        self._free(adapter)
 
     def find(self, name: str) -> LoadedAdapter:
         """RequestError: there is none of that name."""
-        if (found := self.named.get(name)) is None:
+        if (adapter := self.named.get(name)) is None:
             raise RequestError(f"There is no adapter {shown(name)} here; load it first.")
-        return found
+        return adapter
 
     def take(self, name: str | None) -> LoadedAdapter | None:
         """The adapter for a sequence, which gives it back when it ends. RequestError: see `find`."""
         if name is None:
             return None
-        found = self.find(name)
-        found.users += 1
-        return found
+        adapter = self.find(name)
+        adapter.users += 1
+        return adapter
 
     def give_back(self, adapter: LoadedAdapter | None) -> None:
         if adapter is not None:
             adapter.users -= 1
             self._free(adapter)
 
-    def _check(self, directory: Path, found: "Adapter") -> None:
+    def _check(self, directory: Path, low_ranks: "Adapter") -> None:
         """ModelError, MachineError: see `load`. Called before anything is computed."""
-        for linear, low in found.items():
+        for linear, low in low_ranks.items():
             if (rank := low.a.shape[0]) > self.max_rank:
                 raise ModelError(
                     f"{directory}: the rank of {linear} is {rank}, above the limit of {self.max_rank}; raise "
@@ -115,7 +115,7 @@ class Adapters:
                 )
             if not isinstance(self.model.get_submodule(linear), FrozenLinear | OwnLinear):
                 raise ModelError(f"{directory}: {linear} is computed in a way that takes no adapter; train without it.")
-        size = 2 * sum(low.nbytes for low in found.values())  # stacks are copies, and the old ones are freed last
+        size = 2 * sum(low.nbytes for low in low_ranks.values())  # stacks are copies, and the old ones are freed last
         if self.model.embedding.weight.device.type == "cpu" and size > (free := free_memory()):
             raise MachineError(f"{directory} needs {size:,} bytes and {free:,} are free; unload another adapter first.")
 
@@ -142,10 +142,10 @@ class Adapters:
             attach(module, adapters)
 
 
-def _digest(found: "Adapter") -> bytes:
+def _digest(low_ranks: "Adapter") -> bytes:
     """A digest of all numbers of an adapter and of the names of their layers."""
     digest = blake2b(digest_size=DIGEST_BYTES)
-    for linear, low in sorted(found.items()):
+    for linear, low in sorted(low_ranks.items()):
         digest.update(f"{linear} {low.scaling!r} {list(low.a.shape)} {low.magnitude is not None}".encode())
         for tensor in (low.a, low.b, *(() if low.magnitude is None else (low.magnitude,))):
             digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)

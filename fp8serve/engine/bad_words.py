@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
-KEPT = 16  # lists of bad words
+CACHED = 16  # lists of bad words
 BORDER = b"\xff"  # in no text
 
 
@@ -39,8 +39,8 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Texts, size: int, ends: frozenset[int]) -> None:
         special = tokenizer.special_ids | ends
-        found = ((tokenizer.token_bytes(i), i) for i in range(size) if i not in special)
-        pairs = sorted(pair for pair in found if pair[0])
+        entries = ((tokenizer.token_bytes(i), i) for i in range(size) if i not in special)
+        pairs = sorted(pair for pair in entries if pair[0])
         self._texts = [text for text, _ in pairs]
         self._ids = np.array([i for _, i in pairs], dtype=np.int64)
         self._joined = BORDER.join(self._texts)
@@ -59,11 +59,11 @@ class Vocabulary:
 
     def holding(self, word: str) -> Ids:
         """Tokens that contain `word`, or the special token that is written like it."""
-        wanted, places = word.encode(), list[int]()
-        at = self._joined.find(wanted)
+        encoded, places = word.encode(), list[int]()
+        at = self._joined.find(encoded)
         while at >= 0:
             places.append(bisect_right(self._starts, at) - 1)
-            at = self._joined.find(wanted, self._starts[places[-1] + 1])
+            at = self._joined.find(encoded, self._starts[places[-1] + 1])
         special = [self._special[word]] if word in self._special else []
         return np.concatenate([self._ids[places], np.array(special, dtype=np.int64)])
 
@@ -108,11 +108,11 @@ class Bans:
     def __init__(self, tokenizer: Texts | None, vocab_size: int, ends: Iterable[int] = ()) -> None:
         """`ends`: the tokens that end an answer; they count as special even if the tokenizer does not say so."""
         self._tokenizer, self._size, self._ends = tokenizer, vocab_size, frozenset(ends)
-        self._made = lru_cache(maxsize=KEPT)(lambda words: BadWords(self._vocabulary, words))
+        self._lists = lru_cache(maxsize=CACHED)(lambda words: BadWords(self._vocabulary, words))
 
     def ban(self, words: tuple[str, ...]) -> Ban | None:
         """None if nothing is forbidden; otherwise there must be a tokenizer."""
-        return Ban(self._made(words)) if words else None
+        return Ban(self._lists(words)) if words else None
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:

@@ -22,7 +22,7 @@ from fp8serve.model.building import AnyModel, Model
 from fp8serve.model.config.encoder import Head
 from fp8serve.model.config.sentence import LOGIT_SCORE, modules_of, one_folder
 from fp8serve.model.network.encoder import Encoder
-from fp8serve.model.network.scores import scored
+from fp8serve.model.network.pooling import scored
 from fp8serve.model.storage.files import read_json
 from fp8serve.model.text.tokenizer import Tokenizer
 
@@ -34,6 +34,7 @@ QWEN3: Around = (
     "\n<Document>: ",
     "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
 )
+Pair = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class OfEncoder:
         """How many kinds of texts the model distinguishes."""
         return self.model.config.type_vocab_size
 
-    def asked(self, text: str, second: str | None) -> tuple[str, str | None]:
+    def prompt(self, text: str, second: str | None) -> tuple[str, str | None]:
         return text, second
 
     def logits(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -67,7 +68,7 @@ class OfDecoder:
     words: tuple[int, int] | None = None
     segments: int = 2  # a tokenizer may distinguish them, but the model does not
 
-    def asked(self, text: str, second: str | None) -> tuple[str, str | None]:
+    def prompt(self, text: str, second: str | None) -> tuple[str, str | None]:
         """The text to tokenize for a text, or a pair."""
         if second is None or self.around is None:
             return text, second
@@ -102,13 +103,13 @@ def labelled(model: AnyModel, tokenizer: Tokenizer, model_dir: Path) -> OfEncode
 
 def _words(tokenizer: Tokenizer, model_dir: Path) -> tuple[int, int]:
     """The ids of yes and no. ModelError: the directory's own file names others, which go with another prompt."""
-    found = _word("yes", tokenizer), _word("no", tokenizer)
+    ids = _word("yes", tokenizer), _word("no", tokenizer)
     if (folder := modules_of(model_dir).get(LOGIT_SCORE)) is not None:
         path = model_dir / one_folder(folder, LOGIT_SCORE, model_dir) / "config.json"
-        said = read_json(path, root=model_dir)
-        if (said.get("true_token_id"), said.get("false_token_id")) != found:
-            raise ModelError(f"{path} scores by other tokens than yes and no, {found}; their prompt is not known.")
-    return found
+        config = read_json(path, root=model_dir)
+        if (config.get("true_token_id"), config.get("false_token_id")) != ids:
+            raise ModelError(f"{path} scores by other tokens than yes and no, {ids}; their prompt is not known.")
+    return ids
 
 
 def _word(text: str, tokenizer: Tokenizer) -> int:
@@ -117,9 +118,6 @@ def _word(text: str, tokenizer: Tokenizer) -> int:
     if len(ids) != 1:
         raise ModelError(f"{text!r} is {len(ids)} tokens of this tokenizer; a model that judges answers it in one.")
     return ids[0]
-
-
-Pair = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -146,7 +144,7 @@ class Classifier:
         """The scores of each text, or pair of texts. RequestError: one is too long."""
         if isinstance(texts, str) or not texts:
             raise RequestError("classify takes a list of one or more texts, or pairs of texts.")
-        pairs = [self.labelled.asked(*((text, None) if isinstance(text, str) else text)) for text in texts]
+        pairs = [self.labelled.prompt(*((text, None) if isinstance(text, str) else text)) for text in texts]
         read = [self.encoder.tokenizer.encode_pair(*pair) for pair in pairs]
         return self.classify_ids([ids for ids, _ in read], [segments for _, segments in read])
 

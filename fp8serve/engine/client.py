@@ -24,13 +24,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fp8serve import errors
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.output import RequestOutput, TokenLogprob
 from fp8serve.engine.request import EngineLimits, Request
-from fp8serve.errors import Fp8ServeError, MachineError, RequestError
+from fp8serve.errors import MachineError, RequestError
 from fp8serve.logs import LogFormat
-from fp8serve.processes import module_command, signal_name, without_interrupts
+from fp8serve.processes import error_of, module_command, signal_name, without_interrupts
 
 log = logging.getLogger("fp8serve.server")
 
@@ -46,7 +45,7 @@ class _Stream:
     """A request in flight, on this side."""
 
     request: Request
-    arrived: asyncio.Queue[RequestOutput | Fp8ServeError] = field(default_factory=asyncio.Queue)
+    arrived: asyncio.Queue[RequestOutput | Exception] = field(default_factory=asyncio.Queue)
     num_generated: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of pieces that have arrived
 
@@ -196,8 +195,8 @@ class EngineClient:
                 self._fail(stream)
             while not finished:
                 output = await stream.arrived.get()
-                finished = isinstance(output, Fp8ServeError) or output.finish_reason is not None
-                if isinstance(output, Fp8ServeError):
+                finished = isinstance(output, Exception) or output.finish_reason is not None
+                if isinstance(output, Exception):
                     raise output
                 yield output
         finally:
@@ -273,14 +272,14 @@ class EngineClient:
                 for data in message["outputs"]:
                     self._deliver(RequestOutput.from_json(data))
             case "refused" if stream := self._streams.get(message["request_id"]):
-                stream.arrived.put_nowait(_error(message))
+                stream.arrived.put_nowait(error_of(message, MachineError))
             case "heartbeat":
                 self.step_seconds = message["step_seconds"]
             case "part" if message["id"] in self._replies:
                 self._partial_replies.setdefault(message["id"], []).extend(message["value"])
             case "reply" if waiting := self._replies.get(message["id"]):
                 if not waiting.done() and "error" in message:
-                    waiting.set_exception(_error(message))
+                    waiting.set_exception(error_of(message, MachineError))
                 elif not waiting.done():
                     before = self._partial_replies.pop(message["id"], None)
                     waiting.set_result([*before, *message["value"]] if before else message["value"])
@@ -288,7 +287,7 @@ class EngineClient:
                 self.info, self.limits = message["info"], EngineLimits(**message["limits"])
                 self._ready.set_result(None)
             case "failed":
-                self._ready.set_exception(_error(message))
+                self._ready.set_exception(error_of(message, MachineError))
 
     def _deliver(self, output: RequestOutput) -> None:
         stream = self._streams.get(output.request_id)
@@ -342,8 +341,8 @@ async def _spawn(model_dir: Path, options: EngineOptions, log_format: LogFormat)
         server = await asyncio.start_unix_server(accept, path, limit=MAX_LINE)
         os.chmod(path, 0o600)
         try:
-            told = ["--options", options.to_json(), "--log-format", log_format]
-            return await _spawned(path, model_dir, told, connected)
+            arguments = ["--options", options.to_json(), "--log-format", log_format]
+            return await _spawned(path, model_dir, arguments, connected)
         finally:
             server.close()
     finally:
@@ -351,9 +350,9 @@ async def _spawn(model_dir: Path, options: EngineOptions, log_format: LogFormat)
 
 
 async def _spawned(
-    path: str, model_dir: Path, told: list[str], connected: asyncio.Future[Connection]
+    path: str, model_dir: Path, arguments: list[str], connected: asyncio.Future[Connection]
 ) -> tuple[Process, Connection]:
-    command = module_command("fp8serve.engine.worker", "--model", str(model_dir), "--socket", path, *told)
+    command = module_command("fp8serve.engine.worker", "--model", str(model_dir), "--socket", path, *arguments)
     with without_interrupts():
         process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
     ended = asyncio.create_task(process.wait())
@@ -368,13 +367,6 @@ async def _spawned(
         raise
     finally:
         ended.cancel()
-
-
-def _error(message: dict[str, Any]) -> Fp8ServeError:
-    """The worker's error as the class it was raised as; MachineError for a class that is not fp8serve's."""
-    found = getattr(errors, message["error"], None)
-    kind = found if isinstance(found, type) and issubclass(found, Fp8ServeError) else MachineError
-    return kind(message["message"])
 
 
 def _ending(status: int) -> str:

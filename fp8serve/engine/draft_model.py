@@ -59,12 +59,12 @@ def draft_config(directory: Path, model_dir: Path, config: ModelConfig) -> Model
     """The draft model's configuration; `config` is that of `model_dir`. ModelError: it writes no text, or has another
     vocabulary."""
     try:
-        found = read_config(directory)
+        draft = read_config(directory)
         check_generates(directory, None)
     except ModelError as problem:
         raise ModelError(f"The draft model cannot be used: {problem}") from None
-    _check_vocabulary(directory, found, model_dir, config)
-    return found
+    _check_vocabulary(directory, draft, model_dir, config)
+    return draft
 
 
 @dataclass(frozen=True)
@@ -80,15 +80,15 @@ def load_draft(directory: Path, model: Model, options: EngineOptions) -> LoadedD
     """The draft model of `model`, which has just been loaded."""
     has_scales = open_checkpoint(directory).has_scales
     draft = load_servable(directory, "stored" if has_scales else "bf16", None, options.device, head=options.head_dtype)
-    found = LoadedDraft(directory.resolve().name, draft, _cost(draft, model))
-    if found.cost + price(1) >= 1:
+    loaded = LoadedDraft(directory.resolve().name, draft, _cost(draft, model))
+    if loaded.cost + price(1) >= 1:
         log.warning(
             "A pass of the draft model %s costs %.2f of a step of the model, so that no guess can pay for itself and "
             "nothing is drafted; take a smaller one.",
-            found.name,
-            found.cost,
+            loaded.name,
+            loaded.cost,
         )
-    return found
+    return loaded
 
 
 def _cost(draft: Model, model: Model) -> float:
@@ -100,12 +100,12 @@ def _cost(draft: Model, model: Model) -> float:
     return max(_read_bytes(draft) / _read_bytes(model), draft.config.num_layers / model.config.num_layers)
 
 
-def _check_vocabulary(directory: Path, found: ModelConfig, model_dir: Path, config: ModelConfig) -> None:
+def _check_vocabulary(directory: Path, own: ModelConfig, model_dir: Path, config: ModelConfig) -> None:
     draft, model = _vocabulary(directory), _vocabulary(model_dir)
     if draft is None or model is None:
-        if found.vocab_size != config.vocab_size:
+        if own.vocab_size != config.vocab_size:
             raise ModelError(
-                f"The draft model {directory} has {found.vocab_size} tokens and {model_dir} has {config.vocab_size}; "
+                f"The draft model {directory} has {own.vocab_size} tokens and {model_dir} has {config.vocab_size}; "
                 "a draft model must have the same vocabulary."
             )
         return
@@ -179,10 +179,10 @@ class DraftModel:
     def fill(self, work: list[Work]) -> list[Work]:
         """`work` with drafts, or with none, in the room that was left for them."""
         self._balance.add(ALLOWANCE * step_price(sum(item.count - len(item.draft) for item in work)))
-        asked = [item for item in work if item.draft]
-        if not asked:
+        requests = [item for item in work if item.draft]
+        if not requests:
             return work
-        drafts = self._drafts(asked) if self._balance.steps > 0 else {}
+        drafts = self._drafts(requests) if self._balance.steps > 0 else {}
         self._balance.add(-ROW * sum(map(len, drafts.values())))
         return [_with_draft(item, drafts.get(item.seq, ())) if item.draft else item for item in work]
 
@@ -193,19 +193,19 @@ class DraftModel:
         if seq.block_table:
             self._pool.mark_drafted(seq, start, start + min(fed, accepted))
 
-    def _drafts(self, asked: list[Work]) -> dict[Sequence, tuple[int, ...]]:
+    def _drafts(self, requests: list[Work]) -> dict[Sequence, tuple[int, ...]]:
         try:
-            return self._write(asked)
+            return self._write(requests)
         except (RuntimeError, MemoryError) as problem:  # an error of the device: the model itself may still run
             if not self._failed:
                 log.warning("The draft model %s failed, and drafts nothing meanwhile: %s", self._parts.name, problem)
             self._failed = True
             return {}
 
-    def _write(self, asked: list[Work]) -> dict[Sequence, tuple[int, ...]]:
-        drafts: dict[Sequence, list[int]] = {item.seq: [] for item in asked}
-        room = {item.seq: len(item.draft) for item in asked}
-        passing = self._unread(asked)
+    def _write(self, requests: list[Work]) -> dict[Sequence, tuple[int, ...]]:
+        drafts: dict[Sequence, list[int]] = {item.seq: [] for item in requests}
+        room = {item.seq: len(item.draft) for item in requests}
+        passing = self._unread(requests)
         drawn = self._pass(passing)
         for seq, work in passing:
             self._pool.mark_drafted(seq, work.start, work.start + work.count)
@@ -216,16 +216,16 @@ class DraftModel:
             drawn = self._pass([(seq, _next(seq, drafts[seq])) for seq in going])
         return {seq: tuple(draft) for seq, draft in drafts.items()}
 
-    def _unread(self, asked: list[Work]) -> list[tuple[Sequence, Work]]:
+    def _unread(self, requests: list[Work]) -> list[tuple[Sequence, Work]]:
         """The tokens that the draft model reads before it writes, at most a chunk in all. Other sequences wait for a
         later step, as do those whose tokens are not all read yet."""
-        found, left = [], self._chunk
-        for seq in (item.seq for item in asked):
+        result, left = [], self._chunk
+        for seq in (item.seq for item in requests):
             start, end = min(self._pool.drafted(seq), len(seq.token_ids) - 1), len(seq.token_ids)
             if (count := min(end - start, left)) > 0 and self._is_worth(seq, end - start):
-                found.append((seq, Work(replace(seq, adapter=None), start, count)))
+                result.append((seq, Work(replace(seq, adapter=None), start, count)))
                 left -= count
-        return found
+        return result
 
     def _is_worth(self, seq: Sequence, unread: int) -> bool:
         """Whether the tokens still to come can pay for reading so many tokens."""
@@ -245,7 +245,7 @@ class DraftModel:
             return []
         drawn = sample(self._fitted(logits), [item.seq for _, item in sampling], self._eos_ids)
         pairs = zip(sampling, drawn, strict=True)
-        return [(seq, found.token_id) for (seq, _), found in pairs if found.token_id is not None]
+        return [(seq, sampled.token_id) for (seq, _), sampled in pairs if sampled.token_id is not None]
 
     def _fitted(self, logits: Tensor) -> Tensor:
         """The logits, padded to the width of the model's: padded vocabularies of one family differ at their ends."""

@@ -65,7 +65,10 @@ class Drafter:
             return []
         self._text += "".join([chr(token % CHARACTERS) for token in token_ids[len(self._text) :]])
         after = self._last_time()
-        return [] if after is None else _repeated(token_ids[after:], length)
+        if after is None:
+            return []
+        tokens = token_ids[after:]
+        return [tokens[i % len(tokens)] for i in range(length)]
 
     def learn(self, drafted: int, accepted: int) -> None:
         """Records that the first `accepted` of the last draft were right. After a draft that was all right, the next
@@ -75,23 +78,18 @@ class Drafter:
 
     def _last_time(self) -> int | None:
         """Where the longest known ending of the text ended the last time; None where there is none."""
-        found, end = None, len(self._text) - 1
+        best, end = None, len(self._text) - 1
         for length in range(SHORTEST, LONGEST + 1):
             start = self._text.rfind(self._text[-length:], 0, end)
             if start < 0:
                 break
-            found = end = start + length
-        return found
+            best = end = start + length
+        return best
 
 
 def price(rows: int) -> float:
     """The price of another row in a step of `rows`, in steps of one sequence."""
     return rows * ROW / (1 + (rows - 1) * ROW)
-
-
-def _repeated(tokens: Items[int], length: int) -> list[int]:
-    """The first `length` tokens of `tokens`, repeated without end."""
-    return [tokens[i % len(tokens)] for i in range(length)]
 
 
 def rows_of(seq: Sequence, draft: Items[int]) -> list[Sequence]:

@@ -24,36 +24,36 @@ from fp8serve.engine.request import EngineLimits, Request, Task
 from fp8serve.engine.text_encoder import TextEncoder
 from fp8serve.errors import RequestError
 from fp8serve.fp8 import ops
-from fp8serve.model.network.scores import scored
+from fp8serve.model.network.pooling import scored
 
 Ids = Sequence[int]
 
 
 @dataclass
-class Call:
-    """The texts of one request. segments: 0 or 1 for every token of each text. found: the answer for each text, None
+class EncodingCall:
+    """The texts of one request. segments: 0 or 1 for every token of each text. answers: that of each text, None
     until it is computed."""
 
     number: int
     inputs: Sequence[Ids]
     segments: Sequence[Ids] | None = None
     dimensions: int | None = None
-    found: list[Any] = field(init=False)
-    taken: int = field(default=0, init=False)  # texts that have had their step
+    answers: list[Any] = field(init=False)
+    num_started: int = field(default=0, init=False)  # texts that have had their step
 
     def __post_init__(self) -> None:
-        self.found = [None] * len(self.inputs)
+        self.answers = [None] * len(self.inputs)
 
     @property
     def is_finished(self) -> bool:
-        return None not in self.found
+        return None not in self.answers
 
 
 @dataclass(frozen=True)
-class Place:
+class QueuedText:
     """One text of a call."""
 
-    call: Call
+    call: EncodingCall
     index: int
 
     @property
@@ -69,12 +69,12 @@ class EncodingQueue:
     """Calls in the order in which it is their turn."""
 
     def __init__(self) -> None:
-        self._calls: deque[Call] = deque()
+        self._calls: deque[EncodingCall] = deque()
 
     def __bool__(self) -> bool:
         return bool(self._calls)
 
-    def add(self, call: Call) -> None:
+    def add(self, call: EncodingCall) -> None:
         """A call of one or more texts."""
         self._calls.append(call)
 
@@ -82,20 +82,20 @@ class EncodingQueue:
         """Drop this call, because its caller no longer waits."""
         self._calls = deque(call for call in self._calls if call.number != number)
 
-    def take(self, tokens: int) -> list[Place]:
+    def take(self, tokens: int) -> list[QueuedText]:
         """The texts of the next step: at most so many tokens together, but at least one text."""
         return list(self._next(tokens))
 
-    def _next(self, room: int) -> Iterator[Place]:
+    def _next(self, room: int) -> Iterator[QueuedText]:
         is_first = True
         while self._calls:
             call = self._calls[0]
-            place = Place(call, call.taken)
+            place = QueuedText(call, call.num_started)
             if not is_first and len(place.ids) > room:
                 return
             self._calls.popleft()
-            call.taken += 1
-            if call.taken < len(call.inputs):
+            call.num_started += 1
+            if call.num_started < len(call.inputs):
                 self._calls.append(call)
             room, is_first = room - len(place.ids), False
             yield place
@@ -110,16 +110,16 @@ class EncoderEngine:
         """started: on the monotonic clock."""
         self.model_dir, self.encoder = Path(model_dir), encoder
         self.limits = EngineLimits(encoder.max_length, 1, 1, encoder.model.config.vocab_size, task=self.task)
-        self._queue, self._answered = EncodingQueue(), list[Call]()
+        self._queue, self._answered = EncodingQueue(), list[EncodingCall]()
         self._totals: Counter[str] = Counter()
         self._load_seconds = time.monotonic() - started
 
-    def embed(self, call: Call) -> None:
+    def embed(self, call: EncodingCall) -> None:
         """Queues the texts of `call`; the answers are vectors, FP32, little-endian, as base64. RequestError: see
         `Embedder.embed`, or the model makes no vectors."""
         raise RequestError("This is a classifier, which makes no vectors; ask /classify for its labels.")
 
-    def classify(self, call: Call) -> None:
+    def classify(self, call: EncodingCall) -> None:
         """Queues the texts of `call`; the answers are scores of every label. RequestError: see
         `Classifier.classify_ids`, or the model has no labels."""
         raise RequestError("This is an embedding model, which has no labels; ask /v1/embeddings for vectors.")
@@ -140,14 +140,14 @@ class EncoderEngine:
         texts, parts = [place.ids for place in places], segments if any(map(any, segments)) else None
         rows = self.encoder.step(texts, self._finish, parts)
         for place, answer in zip(places, self._answers(places, rows), strict=True):
-            place.call.found[place.index] = answer
+            place.call.answers[place.index] = answer
             if place.call.is_finished:
                 self._answered.append(place.call)
         self._totals["computed"] += sum(lengths)
         self._totals["steps"] += 1
         return []
 
-    def take_answered(self) -> list[Call]:
+    def take_answered(self) -> list[EncodingCall]:
         """The calls that are finished, each once."""
         answered, self._answered = self._answered, []
         return answered
@@ -156,7 +156,7 @@ class EncoderEngine:
         """hidden [tokens, H] of texts of these lengths -> FP32 [texts, ...], in the thread that computed them."""
         raise NotImplementedError
 
-    def _answers(self, places: Sequence[Place], rows: Tensor) -> list[Any]:
+    def _answers(self, places: Sequence[QueuedText], rows: Tensor) -> list[Any]:
         """The result of `_finish` for some texts -> the answer for each, as JSON types."""
         raise NotImplementedError
 
@@ -229,7 +229,7 @@ class EmbeddingEngine(EncoderEngine):
         self.embedder = Embedder(model_dir, **options)
         super().__init__(model_dir, self.embedder.encoder, started)
 
-    def embed(self, call: Call) -> None:
+    def embed(self, call: EncodingCall) -> None:
         """See `EncoderEngine.embed`."""
         self.embedder.check(call.inputs, call.dimensions)
         for ids in call.inputs:
@@ -239,7 +239,7 @@ class EmbeddingEngine(EncoderEngine):
     def _finish(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
         return self.embedder.pooling.pooled(hidden, lengths)
 
-    def _answers(self, places: Sequence[Place], rows: Tensor) -> list[Any]:
+    def _answers(self, places: Sequence[QueuedText], rows: Tensor) -> list[Any]:
         finished, each = self.embedder.pooling.finished, zip(torch.split(rows, 1), places, strict=True)
         vectors = [finished(one, place.call.dimensions) for one, place in each]
         return [b64encode(vector[0].cpu().numpy().astype("<f4").tobytes()).decode() for vector in vectors]
@@ -267,7 +267,7 @@ class ClassifyingEngine(EncoderEngine):
         self.classifier = Classifier(model_dir, **options)
         super().__init__(model_dir, self.classifier.encoder, started)
 
-    def classify(self, call: Call) -> None:
+    def classify(self, call: EncodingCall) -> None:
         """See `EncoderEngine.classify`."""
         if not call.inputs:
             raise RequestError("classify takes a list of one or more texts.")
@@ -277,7 +277,7 @@ class ClassifyingEngine(EncoderEngine):
     def _finish(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
         return self.classifier.labelled.logits(hidden, lengths)
 
-    def _answers(self, places: Sequence[Place], rows: Tensor) -> list[Any]:
+    def _answers(self, places: Sequence[QueuedText], rows: Tensor) -> list[Any]:
         return list(scored(rows.cpu(), self.classifier.head.activation).tolist())
 
     def info(self) -> dict[str, Any]:

@@ -165,19 +165,19 @@ class Engine:
         name."""
         self.adapters.unload(name)
 
-    def load_weights(self, given: str | Path | Mapping[str, Tensor]) -> int:
+    def load_weights(self, weights: str | Path | Mapping[str, Tensor]) -> int:
         """Replaces the weights by others of the same model, in place, and returns their version.
 
-        given: tensors as `engine.weights` names them, or a model directory, which is read as this engine's own was: by
-        the same recipe and with its scales. All or nothing. Nothing computed with the old weights is used
+        weights: tensors as `engine.weights` names them, or a model directory, which is read as this engine's own was:
+        by the same recipe and with its scales. All or nothing. Nothing computed with the old weights is used
         again: the prefix cache is empty, and is no longer kept in `cache_dir`. A draft model does not change.
         RequestError: requests are running, adapters are loaded, or the options keep scales that would not fit.
         ModelError, ScalesError: the weights are not of this model, or cannot be used.
         """
         self._check_replaceable()
-        tensors = given if isinstance(given, Mapping) else loading.weights_of(Path(given), self.loaded)
+        tensors = weights if isinstance(weights, Mapping) else loading.weights_of(Path(weights), self.loaded)
         replace_weights(self.loaded.runner.model, tensors)
-        calibrated = None if isinstance(given, Mapping) else Path(given)
+        calibrated = None if isinstance(weights, Mapping) else Path(weights)
         self.loaded = self.loaded.with_other_weights(calibrated)
         self.scheduler.pool.forget()
         self.weights_version += 1
@@ -260,11 +260,11 @@ class Engine:
 
     def _sequences_by_adapter(self) -> dict[str, dict[str, int]]:
         """For every adapter, how many sequences run and wait."""
-        found = {name: {"running": 0, "waiting": 0} for name in self.adapters.named}
+        counts = {name: {"running": 0, "waiting": 0} for name in self.adapters.named}
         for seq, _ in self._live.values():
             if seq.adapter is not None and not seq.adapter.retired:
-                found[seq.adapter.name]["running" if seq.status is Status.RUNNING else "waiting"] += 1
-        return found
+                counts[seq.adapter.name]["running" if seq.status is Status.RUNNING else "waiting"] += 1
+        return counts
 
     def scales(self) -> list[dict[str, Any]]:
         """One record per FP8 layer, about its input; its numbers are None where the scale follows every input.
@@ -305,8 +305,8 @@ class Engine:
     def info(self) -> dict[str, Any]:
         """What runs, and with which limits."""
         adapters = [adapter.view() for adapter in self.adapters.named.values()]
-        found = {"adapters": adapters, "weights_version": self.weights_version}
-        return {**self.loaded.info(), **found, "load_seconds": round(self._load_seconds, 3)}
+        result = {"adapters": adapters, "weights_version": self.weights_version}
+        return {**self.loaded.info(), **result, "load_seconds": round(self._load_seconds, 3)}
 
     def _checked(self, prompts: Items[str | Items[int]]) -> Items[str | Items[int]]:
         if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in prompts):
@@ -442,8 +442,8 @@ def _scheduler(options: EngineOptions, num_blocks: int) -> Scheduler:
 
 def _of_prompt(seq: Sequence) -> tuple[TokenLogprob, ...] | None:
     """With the first output, and with no other."""
-    wanted = seq.params.prompt_logprobs is not None and seq.num_generated == 1
-    return tuple(seq.prompt_logprobs) if wanted else None
+    is_requested = seq.params.prompt_logprobs is not None and seq.num_generated == 1
+    return tuple(seq.prompt_logprobs) if is_requested else None
 
 
 def _completion(outputs: list[RequestOutput]) -> Completion:

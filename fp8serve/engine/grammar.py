@@ -36,7 +36,7 @@ SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_PLAIN}{{1,{n}}}" for n in (2, 4, 6, 8, 1
 """Sets of tokens, as regular expressions. A form that allows every token of one takes it as a whole, which changes how
 long a mask takes and not what is in it. The library's own are three lengths of strings; strings that a schema bounds
 ("maxLength") gain by more of them."""
-KEPT = 16  # grammars that are kept, checked and compiled
+CACHED = 16  # grammars that are kept, checked and compiled
 
 
 class Matcher:
@@ -61,7 +61,7 @@ class Grammars:
     def __init__(self, tokenizer_file: Path, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
         self._file, self._vocab_size, self._eos_ids = tokenizer_file, vocab_size, eos_ids
         self._tokenizer: llguidance.LLTokenizer | None = None
-        self._compiled = lru_cache(maxsize=KEPT)(self._compile)
+        self._compiled = lru_cache(maxsize=CACHED)(self._compile)
 
     def matcher(self, params: SamplingParams) -> Matcher | None:
         """None when `params` ask for no form."""
@@ -98,7 +98,7 @@ def validate(params: SamplingParams) -> None:
             raise _refusal(kind, complaint)
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=CACHED)
 def _complaint(kind: str, text: str) -> str:
     """The library's complaint about it, or None."""
     try:

@@ -79,8 +79,8 @@ class BlockPool:
 
     def is_coming(self, seq: Sequence) -> bool:
         """Whether the first block that `seq` would have to compute is being computed by another sequence."""
-        found = len(self._cached_prefix(seq))
-        return found < self._shareable(seq) and seq.block_hashes[found] in self._coming
+        cached = len(self._cached_prefix(seq))
+        return cached < self._shareable(seq) and seq.block_hashes[cached] in self._coming
 
     def grow(self, seq: Sequence, ahead: int = 0, reserve: int = 0) -> bool:
         """Makes room for every token of `seq` and `ahead` more; False, changing nothing, when there are not enough free
@@ -152,19 +152,19 @@ class BlockPool:
 
     def restored_tokens(self, seq: Sequence) -> int:
         """How many of the tokens that an admitted `seq` found in the cache came from a file."""
-        found = seq.block_table[: seq.num_computed // self.block_size]
-        return self.block_size * sum(block in self._restored for block in found)
+        blocks = seq.block_table[: seq.num_computed // self.block_size]
+        return self.block_size * sum(block in self._restored for block in blocks)
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
         """The blocks of the longest cached prefix that leaves a token to compute."""
-        found: list[int] = []
+        blocks: list[int] = []
         most = self._shareable(seq)
         self._extend_chain(seq, most)
         for key in seq.block_hashes[:most]:
             if (block := self._published.get(key)) is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def _extend_chain(self, seq: Sequence, count: int) -> None:
         """Hashes the first `count` full blocks of `seq`, once: tokens never change."""

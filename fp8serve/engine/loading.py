@@ -16,13 +16,13 @@ from torch import Tensor
 from fp8serve.engine.bad_words import Bans
 from fp8serve.engine.draft_model import DraftParts, LoadedDraft, draft_config, load_draft
 from fp8serve.engine.grammar import Grammars
-from fp8serve.engine.graphs import GraphReport
-from fp8serve.engine.kept_prefixes import KeptPrefixes, kept_prefixes
 from fp8serve.engine.memory import CachePlan, check_length, plan, plan_on_gpu, weight_bytes
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.packing import Packer, packer_of
 from fp8serve.engine.request import EngineLimits
 from fp8serve.engine.runner import Runner
+from fp8serve.engine.saved_prefixes import SavedPrefixes, open_prefixes
+from fp8serve.engine.step import GraphReport
 from fp8serve.engine.task import check_generates
 from fp8serve.engine.traffic import Calibrated, Traffic, input_scale
 from fp8serve.errors import MachineError, ModelError, ScalesError
@@ -72,7 +72,7 @@ class Loaded:
     graphs: GraphReport
     packer: Packer
     traffic: Traffic
-    prefixes: KeptPrefixes | None
+    prefixes: SavedPrefixes | None
     draft: DraftParts | None
     differences: list[str]  # why log-probabilities are not those of training; see model/parity.py
 
@@ -85,7 +85,7 @@ class Loaded:
             "computed_by": "fp8serve" if config.computed_by is None else "transformers",
             "recipe": options.recipe,
             "fp8_layers": len(self.frozen),
-            "input_scales": _input_scales(self.frozen),
+            "input_scales": ", ".join(sorted({input_scale(layer) for layer in self.frozen.values()})) or None,
             "device": options.device,
             "threads": torch.get_num_threads(),
             "dtype": str(next(self.runner.model.parameters()).dtype).removeprefix("torch."),
@@ -187,7 +187,7 @@ def load(model_dir: Path, options: EngineOptions, network: Model | None = None) 
         graphs=graphs,
         packer=Packer([]) if device.type == "cuda" else packer_of(model, *([draft.runner.model] if draft else [])),
         traffic=Traffic(frozen, calibrated, options),
-        prefixes=kept_prefixes(model_dir, config, options, sizes),
+        prefixes=open_prefixes(model_dir, config, options, sizes),
         draft=draft,
         differences=differences,
     )
@@ -240,9 +240,9 @@ def _network(config: ModelConfig) -> ModelConfig:
 
 def _frozen(model: Model) -> dict[str, FrozenLinear]:
     """FP8 layers but for the head."""
-    found = {name: module for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
-    found.pop(model.head_name, None)
-    return found
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
+    layers.pop(model.head_name, None)
+    return layers
 
 
 def _draft_parts(loaded: LoadedDraft, sizes: CachePlan, options: EngineOptions) -> DraftParts:
@@ -268,8 +268,8 @@ def parse_recipe(text: str) -> Literal["stored", "bf16"] | recipe.Recipe:
     """ "stored", "bf16", a recipe's name, or its JSON."""
     if text in ("stored", "bf16"):
         return cast(Literal["stored", "bf16"], text)
-    found = recipe.from_json(text) if text.lstrip().startswith("{") else recipe.from_name(text)
-    return "bf16" if found is None else found
+    parsed = recipe.from_json(text) if text.lstrip().startswith("{") else recipe.from_name(text)
+    return "bf16" if parsed is None else parsed
 
 
 def _path(text: str | None) -> Path | None:
@@ -292,21 +292,21 @@ def separate_rows(model: AnyModel, device: str) -> None:
 
 
 def _cache_scales(model_dir: Path, options: EngineOptions) -> list[KvScale]:
-    """One for each layer. ScalesError when the model has none: a guessed scale would quietly cost quality."""
-    found = kv_scales(model_dir, _path(options.scales))
-    if not found:
+    """One for each layer. ScalesError when the model has none: a guessed scale would cost quality unnoticed."""
+    scales = kv_scales(model_dir, _path(options.scales))
+    if not scales:
         raise ScalesError(
             f"An FP8 cache needs the scales of keys and values and {model_dir} has none: calibrate with --kv-cache, or "
             "serve with --kv-cache-dtype bf16."
         )
-    if all(float(scale) == 1 for pair in found.values() for scale in pair):
+    if all(float(scale) == 1 for pair in scales.values() for scale in pair):
         log.warning(
             "All KV-cache scales of %s are 1, which tools write that have not calibrated them; calibrate with "
             "--kv-cache, or serve with --kv-cache-dtype bf16, if answers are worse than with that.",
             model_dir,
         )
     device = torch.device(options.device)
-    return [KvScale.of(*(scale.to(device) for scale in found[layer])) for layer in sorted(found)]
+    return [KvScale.of(*(scale.to(device) for scale in scales[layer])) for layer in sorted(scales)]
 
 
 def _calibrated(model_dir: Path, frozen: dict[str, FrozenLinear], options: EngineOptions) -> Calibrated:
@@ -316,11 +316,6 @@ def _calibrated(model_dir: Path, frozen: dict[str, FrozenLinear], options: Engin
     if not present(path) or all(layer.input_scale is None for layer in frozen.values()):
         return Calibrated(DelayedScaling(), {})
     state = load_scales(path, model_dir)
-    found = {name: entry for name in frozen if (entry := state.tensors.get(f"{name}.input")) is not None}
-    histories = {name: entry.amax_history for name, entry in found.items() if entry.amax_history is not None}
+    entries = {name: entry for name in frozen if (entry := state.tensors.get(f"{name}.input")) is not None}
+    histories = {name: entry.amax_history for name, entry in entries.items() if entry.amax_history is not None}
     return Calibrated(delayed(state.recipe) or DelayedScaling(), histories)
-
-
-def _input_scales(frozen: dict[str, FrozenLinear]) -> str | None:
-    """How the inputs of FP8 layers are scaled, in one word."""
-    return ", ".join(sorted({input_scale(layer) for layer in frozen.values()})) or None

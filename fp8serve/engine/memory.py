@@ -61,11 +61,11 @@ def plan(
     block_bytes = _block_bytes(config, options.block_size, cache_dtype)
     draft_bytes = 0 if draft is None else _block_bytes(draft, options.block_size, torch.bfloat16)
     both = block_bytes + draft_bytes
-    wanted = options.max_model_len or longest
+    length_limit = options.max_model_len or longest
     allowed = options.kv_cache_bytes or cache_memory(options.device) if memory is None else memory
     if options.num_blocks and options.kv_cache_bytes:
         _check_blocks(options.num_blocks, both, options.kv_cache_bytes)
-    blocks = options.num_blocks or _fitting(options, _blocks(wanted, options), both, allowed)
+    blocks = options.num_blocks or _fitting(options, -(-length_limit // options.block_size), both, allowed)
     length = options.max_model_len or min(longest, blocks * options.block_size)
     return CachePlan(length, blocks, block_bytes, draft_bytes)
 
@@ -84,10 +84,6 @@ def check_length(config: AnyConfig, options: EngineOptions) -> int:
 def _block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     tensors = 1 if config.latent else 2
     return tensors * config.num_layers * block_size * config.num_kv_heads * config.head_dim * dtype.itemsize
-
-
-def _blocks(tokens: int, options: EngineOptions) -> int:
-    return -(-tokens // options.block_size)
 
 
 def _fitting(options: EngineOptions, per_sequence: int, block_bytes: int, memory: int) -> int:

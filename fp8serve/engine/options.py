@@ -16,7 +16,7 @@ from fp8serve.options import About, check, known_fields
 KvDtype = Literal["bf16", "fp8"]
 STEP_TOKENS = 512
 MAX_LORA_RANK = 256
-DRAFTED = 4  # tokens of a draft model's guess, at most, where nothing is said
+DRAFTED = 4  # most tokens of a draft model's draft, if speculative_tokens is not set
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,14 +75,14 @@ class RequestOutput:
 
     def to_json(self) -> dict[str, Any]:
         """Only what differs from the defaults: one of these crosses to the server for every token."""
-        found = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        for name in _LOGPROBS & found.keys():
-            found[name] = [
-                {"token_id": item.token_id, "logprob": item.logprob, "top": item.top} for item in found[name]
+        fields_set = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        for name in _LOGPROBS & fields_set.keys():
+            fields_set[name] = [
+                {"token_id": item.token_id, "logprob": item.logprob, "top": item.top} for item in fields_set[name]
             ]
         if self.timing is not None:
-            found["timing"] = asdict(self.timing)
-        return found
+            fields_set["timing"] = asdict(self.timing)
+        return fields_set
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "RequestOutput":

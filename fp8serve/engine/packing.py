@@ -27,10 +27,10 @@ from fp8serve.fp8.own_linear import OwnLinear
 from fp8serve.fp8.stacked import Stacked
 from fp8serve.model.building import Model
 from fp8serve.model.network.fusing import Projections
-from fp8serve.model.storage.mapped import release_pages
 from fp8serve.model.storage.memory import free_memory, trim
+from fp8serve.model.storage.shards import release_pages
 
-ROOM = 0.6  # the share of free memory that packed weights may take; up to a quarter belongs to the cache
+MEMORY_SHARE = 0.6  # the share of free memory that packed weights may take; up to a quarter belongs to the cache
 
 
 def worth_packing() -> bool:
@@ -53,8 +53,8 @@ class Packer:
         weights = [matrix.weight for matrix in matrices]
         chosen = [m for m, weight in zip(matrices, weights, strict=True) if weight is not None and is_packable(weight)]
         size = sum(weight.nbytes for weight in weights if weight is not None and is_packable(weight))
-        if size > free_memory() * ROOM:  # mapped weights of a model that is too large can be read again and again
-            chosen, size = [], 0
+        if size > MEMORY_SHARE * free_memory():
+            chosen, size = [], 0  # mapped weights of a model that is too large can be read again and again
         self._left, self._memory = deque(chosen), huge_pages(size)
 
     @property

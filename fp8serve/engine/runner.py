@@ -1,4 +1,4 @@
-"""Runs a step's tensors (step.py) through the model and returns logits; decoding steps by CUDA graphs (graphs.py).
+"""Runs a step's tensors (step.py) through the model and returns logits; decoding steps by CUDA graphs.
 
 Log-probabilities of a prompt's tokens come from the logits of the tokens before them. Such logits of a long prompt
 would be the largest tensor of all, [tokens, vocabulary] in FP32, so they are computed some rows at a time and only the
@@ -19,13 +19,23 @@ import torch
 from torch import Tensor
 
 from fp8serve.engine.adapters import Adapters
-from fp8serve.engine.graphs import Buffers, Capture, CudaCapture, GraphedDecode, GraphReport, Recorded
 from fp8serve.engine.options import MAX_LORA_RANK, EngineOptions
 from fp8serve.engine.output import TokenLogprob
 from fp8serve.engine.sampling_params import MAX_LOGPROBS
 from fp8serve.engine.scheduler import Work
 from fp8serve.engine.sequence import Sequence
-from fp8serve.engine.step import Queries, StepTensors, flatten, to_device
+from fp8serve.engine.step import (
+    Buffers,
+    Capture,
+    CudaCapture,
+    GraphedDecode,
+    GraphReport,
+    Queries,
+    Recorded,
+    StepTensors,
+    flatten,
+    to_device,
+)
 from fp8serve.errors import MachineError
 from fp8serve.fp8 import ops as ops  # registers the ops called below
 from fp8serve.fp8.elementwise import rotary
@@ -102,7 +112,7 @@ class Runner:
         hidden = self._hidden_of(work)  # [rows whose logits are needed, hidden]
         scores, sampling, end = [], list[int](), 0
         for item in work:
-            start, end = end, end + item.wanted
+            start, end = end, end + item.num_logits
             sampling += range(end - item.drawn, end)
             if positions := item.scored:
                 tokens = item.seq.token_ids[positions.start + 1 : positions.stop + 1]
@@ -167,19 +177,19 @@ class Runner:
         It copies layer by layer, because a GPU filled by the cache has no room for more.
         """
         index = torch.tensor(blocks, device=self.device)
-        found = {}
+        copies = {}
         for name, cache in self.caches().items():
-            found[name] = torch.empty((len(cache), len(blocks), *cache.shape[2:]), dtype=cache.dtype)
-            for into, layer in zip(found[name], cache, strict=True):
+            copies[name] = torch.empty((len(cache), len(blocks), *cache.shape[2:]), dtype=cache.dtype)
+            for into, layer in zip(copies[name], cache, strict=True):
                 _bytes(into).copy_(_bytes(layer).index_select(0, index))
-        return found
+        return copies
 
     def fill(self, blocks: list[int], tensors: Mapping[str, Tensor]) -> None:
         """Copies the first blocks of what `copies` returned into the blocks."""
         index = torch.tensor(blocks, device=self.device)
         for name, cache in self.caches().items():
-            for layer, given in zip(cache, tensors[name], strict=True):
-                _bytes(layer).index_copy_(0, index, _bytes(given[: len(blocks)]).to(self.device))
+            for layer, blocks_of_layer in zip(cache, tensors[name], strict=True):
+                _bytes(layer).index_copy_(0, index, _bytes(blocks_of_layer[: len(blocks)]).to(self.device))
 
     @contextmanager
     def _counting(self, live_rows: Tensor) -> Iterator[None]:

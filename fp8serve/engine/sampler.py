@@ -92,8 +92,8 @@ def uniform(seed: int, position: int) -> float:
     return float((int.from_bytes(digest, "little") >> 11) * 2.0**-53)
 
 
-def _rows(seqs: list[Sequence], wanted: Callable[[SamplingParams], bool]) -> list[int]:
-    return list(compress(range(len(seqs)), [wanted(seq.params) for seq in seqs]))
+def _rows(seqs: list[Sequence], predicate: Callable[[SamplingParams], bool]) -> list[int]:
+    return list(compress(range(len(seqs)), [predicate(seq.params) for seq in seqs]))
 
 
 def _column(logits: Tensor, values: list[float]) -> Tensor:
@@ -198,9 +198,9 @@ def _read(tokens: Tensor, finite: Tensor, ranked: _Ranked | None, seqs: list[Seq
     if ranked is not None:
         chosen = ranked.table.gather(1, tokens[ranked.index][:, None])
         parts += [x.double().view(torch.long).flatten() for x in (chosen, ranked.values)] + [ranked.ids.flatten()]
-    found = torch.cat(parts).cpu().split_with_sizes([len(part) for part in parts])
-    logprobs = {} if ranked is None else _by_row(ranked.rows, found[0].tolist(), found[2:], seqs)
-    pairs = zip(found[0].tolist(), found[1].tolist(), strict=True)
+    columns = torch.cat(parts).cpu().split_with_sizes([len(part) for part in parts])
+    logprobs = {} if ranked is None else _by_row(ranked.rows, columns[0].tolist(), columns[2:], seqs)
+    pairs = zip(columns[0].tolist(), columns[1].tolist(), strict=True)
     return [Sampled(token, logprobs.get(row)) if good else Sampled(None) for row, (token, good) in enumerate(pairs)]
 
 
@@ -210,7 +210,7 @@ def _by_row(
     """parts: what `_read` packed for these rows."""
     chosen, values = (part.view(torch.double).view(len(rows), -1).tolist() for part in parts[:2])
     ids = parts[2].view(len(rows), -1).tolist()
-    found = {}
+    result = {}
     for row, (value,), tops, names in zip(rows, chosen, values, ids, strict=True):
-        found[row] = TokenLogprob.ranked(tokens[row], value, names, tops, seqs[row].params.logprobs or 0)
-    return found
+        result[row] = TokenLogprob.ranked(tokens[row], value, names, tops, seqs[row].params.logprobs or 0)
+    return result

@@ -157,13 +157,13 @@ class SamplingParams:
         return {kind: text for kind, text in kinds.items() if text is not None}
 
 
-def _pairs(given: Any) -> Any:
+def _pairs(pairs: Any) -> Any:
     """Pairs of a token id and a bias, from pairs or from a mapping; anything else is left to `check`."""
-    if isinstance(given, Mapping):
-        given = {_token_id(key): value for key, value in given.items()}.items()
-    elif not isinstance(given, list | tuple):
-        return given
-    return tuple(tuple(pair) if isinstance(pair, list) else pair for pair in given)
+    if isinstance(pairs, Mapping):
+        pairs = {_token_id(key): value for key, value in pairs.items()}.items()
+    elif not isinstance(pairs, list | tuple):
+        return pairs
+    return tuple(tuple(pair) if isinstance(pair, list) else pair for pair in pairs)
 
 
 def _token_id(key: Any) -> Any:
@@ -173,8 +173,8 @@ def _token_id(key: Any) -> Any:
 
 def _check_json_object(text: str) -> None:
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except (ValueError, RecursionError):
         raise RequestError("json_schema is not valid JSON.") from None
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise RequestError('json_schema must be a JSON object, such as {"type": "object"}.')

@@ -69,12 +69,12 @@ class Work:
         return range(max(self.start, first), end)
 
     @property
-    def wanted(self) -> int:
+    def num_logits(self) -> int:
         """How many of its last tokens need logits."""
         return len(self.scored) + self.drawn
 
 
-class WaitingLine:
+class WaitingQueue:
     """Preempted sequences first, oldest first; then one from each tenant in turn, and of its groups in turn."""
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class WaitingLine:
         return self._tenants.setdefault(seq.tenant, OrderedDict()).setdefault(seq.group, deque())
 
 
-def in_turn(seqs: Iterable[Sequence]) -> list[Sequence]:
+def round_robin(seqs: Iterable[Sequence]) -> list[Sequence]:
     """The first of each tenant, then the second of each, and so on; within a tenant the same by groups. The order is
     otherwise kept."""
     return _ranked(_ranked(seqs, lambda seq: seq.group), lambda seq: seq.tenant)
@@ -161,7 +161,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_batch_tokens = max_batch_tokens  # at least max_num_seqs
         self.max_prefill_tokens = max_prefill_tokens
-        self.waiting = WaitingLine()
+        self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # in the order of admission
         self.num_preemptions = 0
         self.num_prefix_queried = 0  # tokens of admitted sequences
@@ -176,7 +176,7 @@ class Scheduler:
 
     def schedule(self) -> list[Work]:
         """The next step's work; empty only when there is none."""
-        self._give_way()
+        self._yield_to_newcomer()
         preemptions = self.num_preemptions
         decodes = self._decodes()
         budget = self.max_batch_tokens - len(decodes)
@@ -217,12 +217,12 @@ class Scheduler:
         over."""
         if room <= 0 or all(item.seq.drafter is None for item in decodes):
             return decodes
-        found: list[Work] = []
+        result: list[Work] = []
         for item in decodes:
-            draft = self._draft(item.seq, room // (len(decodes) - len(found)), len(decodes))
-            found.append(replace(item, count=1 + len(draft), draft=draft))
+            draft = self._draft(item.seq, room // (len(decodes) - len(result)), len(decodes))
+            result.append(replace(item, count=1 + len(draft), draft=draft))
             room -= len(draft)
-        return found
+        return result
 
     def _draft(self, seq: Sequence, room: int, rows: int) -> tuple[int, ...]:
         """A draft for `seq`, no longer than its remaining tokens; no sequence loses a block for it."""
@@ -248,12 +248,12 @@ class Scheduler:
         seq.status = Status.PREEMPTED
         self.num_preemptions += 1
 
-    def _give_way(self) -> None:
+    def _yield_to_newcomer(self) -> None:
         """Makes the first in line with less than its share the next; at most one sequence gives up its place for it."""
         tenants = Counter(seq.tenant for seq in self.running)
         groups = Counter(seq.group for seq in self.running)
         for seq in self.waiting.newcomers():
-            if (victim := self._who_has_more_than(seq, tenants, groups)) is not None:
+            if (victim := self._victim_for(seq, tenants, groups)) is not None:
                 self.waiting.promote(seq)
                 if not self._has_room(seq):
                     self._stop(victim)
@@ -263,9 +263,7 @@ class Scheduler:
     def _has_room(self, seq: Sequence) -> bool:
         return len(self.running) < self.max_num_seqs and self.pool.fits(seq, reserve=len(self.running))
 
-    def _who_has_more_than(
-        self, seq: Sequence, tenants: Counter[str], groups: Counter[tuple[str, str]]
-    ) -> Sequence | None:
+    def _victim_for(self, seq: Sequence, tenants: Counter[str], groups: Counter[tuple[str, str]]) -> Sequence | None:
         """The youngest sequence of the largest group of a tenant that runs at least two more than that of `seq`. If
         there is none and the group of `seq` runs nothing: that of its own tenant, if the group runs at least two. It is
         never the oldest sequence of all.
@@ -285,7 +283,7 @@ class Scheduler:
     def _chunks(self, budget: int) -> list[Work]:
         """The next part of every unfinished prompt, as far as `budget` tokens go."""
         work: list[Work] = []
-        for seq in in_turn(seq for seq in self.running if seq.num_pending > 1):
+        for seq in round_robin(seq for seq in self.running if seq.num_pending > 1):
             if budget > 0:
                 work.append(self._chunk(seq, budget))
                 budget -= work[-1].count

@@ -26,8 +26,8 @@ class Status(Enum):
     FINISHED = "finished"
 
 
-class Guesser(Protocol):
-    """The part of `drafting.Drafter` that the rest of the engine uses."""
+class Drafter(Protocol):
+    """Drafts tokens of one sequence: `drafting.Drafter`, or `draft_model.ModelDrafter`."""
 
     def propose(self, token_ids: Items[int], room: int, rows: int) -> list[int]: ...
 
@@ -36,25 +36,25 @@ class Guesser(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """The engine's record of one request in flight. Compared by identity."""
+    """The record of one request in flight, compared by identity. Comments name the part that writes a field."""
 
     request: Request
-    token_ids: list[int]  # prompt, then what was generated; the engine appends
-    seed: int  # the engine, from the request or fresh
-    status: Status = Status.WAITING  # the scheduler
-    num_computed: int = 0  # tokens whose keys and values are in the cache; the scheduler
-    num_cached: int = 0  # prompt tokens taken from the prefix cache when first admitted; the scheduler
-    block_table: list[int] = field(default_factory=list)  # the cache manager
-    block_hashes: list[bytes] = field(default_factory=list)  # the cache manager: chained, of full blocks
-    finish_reason: FinishReason | None = None  # the code that ends it
-    constraint: "Matcher | None" = None  # the engine, when the answer has a given form
-    ban: Ban | None = None  # the engine, when there are texts that must not come
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # the engine, of tokens 1, 2, ...
-    drafter: Guesser | None = None  # the engine, where tokens are drafted
-    adapter: "LoadedAdapter | None" = None  # the engine, when the request names one
-    arrived: float = field(default_factory=time.monotonic)  # the engine, when its process had the request
-    admitted: float | None = None  # the scheduler, the first time; on the monotonic clock, as are the others
-    first_token: float | None = None  # the engine
+    token_ids: list[int]  # the prompt, then generated tokens; engine
+    seed: int  # engine; random if the request has none
+    status: Status = Status.WAITING  # scheduler
+    num_computed: int = 0  # tokens whose keys and values are in the cache; scheduler
+    num_cached: int = 0  # prompt tokens found in the prefix cache when first admitted; scheduler
+    block_table: list[int] = field(default_factory=list)  # cache manager
+    block_hashes: list[bytes] = field(default_factory=list)  # chained hashes of full blocks; cache manager
+    finish_reason: FinishReason | None = None  # the part that ends the sequence
+    constraint: "Matcher | None" = None  # if the answer has a form; engine
+    ban: Ban | None = None  # if there are bad words; engine
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of tokens 1, 2, ...; engine
+    drafter: Drafter | None = None  # if tokens are drafted; engine
+    adapter: "LoadedAdapter | None" = None  # if the request names one; engine
+    arrived: float = field(default_factory=time.monotonic)  # when the process received the request; engine
+    admitted: float | None = None  # the first admission, on the monotonic clock as all times; scheduler
+    first_token: float | None = None  # engine
 
     @classmethod
     def of(cls, request: Request) -> "Sequence":

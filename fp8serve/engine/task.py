@@ -14,16 +14,16 @@ from fp8serve.model.config.sentence import LOGIT_SCORE, has_pooling, lacks_head,
 from fp8serve.model.storage.files import read_optional_json
 
 
-def task_of(model_dir: Path | str, asked: Task | None = None) -> Task:
+def task_of(model_dir: Path | str, requested: Task | None = None) -> Task:
     """The task of the directory; asked None: the one for which it was published. ModelError: it cannot do what is
     asked."""
     possible = _possible(Path(model_dir))
-    if asked is None:
+    if requested is None:
         return possible[0]
-    if asked not in possible:
-        more = " (an embedding model says in modules.json how it pools)" if asked == "embed" else ""
-        raise ModelError(f"{model_dir} holds a model that can {' or '.join(possible)} and not {asked}{more}.")
-    return asked
+    if requested not in possible:
+        more = " (an embedding model says in modules.json how it pools)" if requested == "embed" else ""
+        raise ModelError(f"{model_dir} holds a model that can {' or '.join(possible)} and not {requested}{more}.")
+    return requested
 
 
 def _possible(model_dir: Path) -> tuple[Task, ...]:
@@ -40,8 +40,8 @@ def _possible(model_dir: Path) -> tuple[Task, ...]:
     return ("embed",) if name.endswith("Model") or lacks_head(model_dir, raw) else ("embed", "generate")
 
 
-def check_generates(model_dir: Path | str, asked: Task | None) -> None:
+def check_generates(model_dir: Path | str, requested: Task | None) -> None:
     """ModelError: the directory is for something else."""
-    if (task := task_of(model_dir, asked)) != "generate":
-        what = "task says so" if asked else "its modules.json says so, which the task 'generate' overrides"
+    if (task := task_of(model_dir, requested)) != "generate":
+        what = "task says so" if requested else "its modules.json says so, which the task 'generate' overrides"
         raise ModelError(f"{model_dir} is there to {task} and not to write text: {what}.")

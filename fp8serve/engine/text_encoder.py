@@ -1,7 +1,7 @@
 """A model that runs over texts, as many together as fit a step: the common part of embedding and classifying.
 
 Texts follow each other without padding. The result of a text does not depend on the others
-(model/reading.py), so on a CPU threads divide the texts and not the ops.
+(model/building.py), so on a CPU threads divide the texts and not the ops.
 Inputs are not watched: there are no live figures about texts.
 
 A pass over an encoder is hundreds of small ops, some of torch's and some of ours. If each op is divided among threads,
@@ -26,11 +26,13 @@ from fp8serve.engine.request import Task
 from fp8serve.errors import RequestError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.own_linear import own_products
+from fp8serve.model.building import hidden_states
+from fp8serve.model.checkpoint import load_reader
 from fp8serve.model.network.experts import mixtures
-from fp8serve.model.reading import hidden_states, load_reader
 from fp8serve.model.text.tokenizer import Tokenizer
 
 LEAST = 64  # tokens of a thread: fewer are bound by reading the weights, which every thread would do
+Finish = Callable[[Tensor, Sequence[int]], Tensor]  # hidden [tokens, H] of texts of these lengths -> [texts, ...]
 
 
 class Compute(Protocol):
@@ -56,25 +58,21 @@ class TextThreads:
         if self._count == 1 or len(lengths) < self._count or sum(lengths) < LEAST * self._count:
             return compute(range(len(lengths)))
         parts = shares(lengths, self._count)
-        rows = torch.cat(list(self._pool.map(_inferring(compute), parts)))
+        inferring = torch.inference_mode()(compute)  # torch switches gradients off for each thread separately
+        rows = torch.cat(list(self._pool.map(inferring, parts)))
         return rows[torch.tensor([i for part in parts for i in part]).argsort()]
 
 
 def shares(lengths: Sequence[int], count: int) -> list[list[int]]:
     """Divides the indexes of texts of these lengths into `count` shares of about equal numbers of tokens: the longest
     text first, each to the share with fewest. Within a share they keep their order."""
-    found: list[list[int]] = [[] for _ in range(count)]
+    result: list[list[int]] = [[] for _ in range(count)]
     tokens = [0] * count
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         least = tokens.index(min(tokens))
-        found[least].append(index)
+        result[least].append(index)
         tokens[least] += lengths[index]
-    return [sorted(share) for share in found]
-
-
-def _inferring(compute: Compute) -> Callable[[Sequence[int]], Tensor]:
-    """Switches gradients off, which torch does for each thread separately."""
-    return torch.inference_mode()(compute)
+    return [sorted(share) for share in result]
 
 
 def _compute_alone(everyone: Barrier) -> None:
@@ -82,9 +80,6 @@ def _compute_alone(everyone: Barrier) -> None:
     torch.set_num_threads(1)
     torch.get_num_threads()
     everyone.wait()
-
-
-Finish = Callable[[Tensor, Sequence[int]], Tensor]  # hidden [tokens, H] of texts of these lengths -> [texts, ...]
 
 
 class TextEncoder:

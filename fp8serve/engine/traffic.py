@@ -153,9 +153,9 @@ class Traffic:
         if not self._states:
             raise RequestError("The scales of this server do not follow the traffic; start it with --roll-history.")
         states = {id(layer.input_scale): state for layer, state in self._states}
-        found = {name: states[id(watched.layer.input_scale)] for name, watched in self._watched.items()}
+        by_layer = {name: states[id(watched.layer.input_scale)] for name, watched in self._watched.items()}
         return ScalingCheckpoint(
-            self._rules, {f"{name}.input": TensorScale(s.scale, s.amax_history) for name, s in found.items()}
+            self._rules, {f"{name}.input": TensorScale(s.scale, s.amax_history) for name, s in by_layer.items()}
         )
 
     def _record(self, name: str, layer: FrozenLinear, rows: int) -> dict[str, Any]:
@@ -180,18 +180,18 @@ class Traffic:
 
     def _raise_alarms(self) -> None:
         limit = self._options.drift_alarm
-        found = {name for name, watched in self._watched.items() if (watched.drift or 0) > limit}
-        if began := sorted(found - self._alarming, key=lambda name: -(self._watched[name].drift or 0)):
+        alarming = {name for name, watched in self._watched.items() if (watched.drift or 0) > limit}
+        if began := sorted(alarming - self._alarming, key=lambda name: -(self._watched[name].drift or 0)):
             worst = ", ".join(f"{name} ({self._watched[name].drift:.3g} times)" for name in began[:NAMED])
             log.warning(
                 "%d FP8 layers read inputs beyond %g times what calibration saw: %s%s. Calibrate on text like the "
                 "traffic, or serve with --roll-history.",
                 len(began), limit, worst, ", ..." if len(began) > NAMED else "",
             )  # fmt: skip
-        if ended := sorted(self._alarming - found):
+        if ended := sorted(self._alarming - alarming):
             names = ", ".join(ended[:NAMED]) + (", ..." if len(ended) > NAMED else "")
             log.info("%d FP8 layers read inputs in the calibrated range again: %s.", len(ended), names)
-        self._alarming = found
+        self._alarming = alarming
 
 
 RECORDED = (

@@ -25,18 +25,18 @@ FP8_NAN = 0x7F  # without the sign
 
 
 @torch.no_grad()
-def replace_weights(model: Model, given: Mapping[str, Tensor]) -> None:
+def replace_weights(model: Model, tensors: Mapping[str, Tensor]) -> None:
     """Replaces all weights of `model` by `given`. ModelError, ScalesError: they do not fit."""
     held, aliases = _held(model)
-    _check_names(held, aliases, given)
+    _check_names(held, aliases, tensors)
     for name, tensor in held.items():
-        _check(name, tensor, given[name], model)
+        _check(name, tensor, tensors[name], model)
     for alias, name in aliases.items():
-        if alias in given and not _is_same(given[alias], given[name]):
+        if alias in tensors and not _is_same(tensors[alias], tensors[name]):
             raise ModelError(f"{alias} is {name} in this model, and the two that were given differ.")
     scales = {name for name in held if name.endswith(".input_scale")}
-    _write_input_scales(model, {name.removesuffix(".input_scale"): given[name] for name in scales})
-    model.load_state_dict({name: _shaped(given[name], held[name]) for name in held.keys() - scales}, strict=False)
+    _write_input_scales(model, {name.removesuffix(".input_scale"): tensors[name] for name in scales})
+    model.load_state_dict({name: _shaped(tensors[name], held[name]) for name in held.keys() - scales}, strict=False)
 
 
 def _shaped(new: Tensor, held: Tensor) -> Tensor:
@@ -58,11 +58,11 @@ def _held(model: Model) -> tuple[dict[str, Tensor], dict[str, str]]:
     return held, aliases
 
 
-def _check_names(held: Mapping[str, Tensor], aliases: Mapping[str, str], given: Mapping[str, Tensor]) -> None:
-    if missing := sorted(held.keys() - given.keys()):
+def _check_names(held: Mapping[str, Tensor], aliases: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+    if missing := sorted(held.keys() - tensors.keys()):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(f"The weights lack {missing[0]}{more}; all of a model are replaced together.")
-    if unknown := sorted(given.keys() - held.keys() - aliases.keys()):
+    if unknown := sorted(tensors.keys() - held.keys() - aliases.keys()):
         raise ModelError(f"The model that is served has no {unknown[0]}; load weights of the same model.")
 
 
@@ -73,8 +73,8 @@ def _check(name: str, held: Tensor, new: Tensor, model: Model) -> None:
         shape = GROUP * held.shape[0], RUN * held.shape[1]
     is_one = name.endswith(".weight_scale_inv") and new.numel() == 1 and shape[1:] in ((), (1,))  # see `_shaped`
     if not (is_one or tuple(new.shape) == shape) or new.dtype is not dtype:
-        wanted = f"{_word(dtype)} {list(shape)}"
-        raise ModelError(f"{name} is {wanted} in this model, found {_word(new.dtype)} {list(new.shape)}.")
+        expected = f"{_word(dtype)} {list(shape)}"
+        raise ModelError(f"{name} is {expected} in this model, found {_word(new.dtype)} {list(new.shape)}.")
     if name.endswith(("_scale", "_scale_inv")):
         if not bool((torch.isfinite(new) & (new > 0)).all()):
             raise ScalesError(f"{name} holds a scale that is no positive finite number.")

@@ -37,14 +37,14 @@ from queue import Empty, SimpleQueue
 from typing import Any, get_args
 
 from fp8serve import logs
-from fp8serve.engine.embedding_engine import Call, ClassifyingEngine, EmbeddingEngine, EncoderEngine
+from fp8serve.engine.embedding_engine import ClassifyingEngine, EmbeddingEngine, EncoderEngine, EncodingCall
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.request import Request, Task
 from fp8serve.engine.task import task_of
 from fp8serve.errors import Fp8ServeError, RequestError
-from fp8serve.processes import end_process
+from fp8serve.processes import describe_error, end_process
 
 HEARTBEAT_SECONDS = 1.0
 DRAIN_SECONDS = 30.0
@@ -133,7 +133,7 @@ class Worker:
         self._send_outputs(self._engine.step())
         if isinstance(self._engine, EncoderEngine):
             for call in self._engine.take_answered():
-                self._send_values(call.number, call.found)
+                self._send_values(call.number, call.answers)
         self._step_began = None
 
     def _obey(self) -> None:
@@ -174,7 +174,7 @@ class Worker:
                 raise RequestError("The engine is shutting down and takes no new requests.")
             self._engine.add_request(Request.from_json(message["request"]), message["arrived"])
         except Fp8ServeError as problem:
-            self._connection.send("refused", request_id=message["request"]["request_id"], **_described(problem))
+            self._connection.send("refused", request_id=message["request"]["request_id"], **describe_error(problem))
 
     def _answer(self, find: Callable[[Message], Any]) -> Callable[[Message], None]:
         """Replies to a command with the result of `find`, or with its error."""
@@ -183,7 +183,7 @@ class Worker:
             try:
                 self._reply(message, find(message))
             except Fp8ServeError as problem:
-                self._connection.send("reply", id=message["id"], **_described(problem))
+                self._connection.send("reply", id=message["id"], **describe_error(problem))
 
         return command
 
@@ -211,10 +211,10 @@ class Worker:
         try:
             if not isinstance(self._engine, EncoderEngine):
                 raise RequestError("This model writes text and makes no vectors; serve an embedding model.")
-            call = Call(message["id"], message["inputs"], message.get("segments"), message.get("dimensions"))
+            call = EncodingCall(message["id"], message["inputs"], message.get("segments"), message.get("dimensions"))
             (self._engine.embed if message["op"] == "embed" else self._engine.classify)(call)
         except Fp8ServeError as problem:
-            self._connection.send("reply", id=message["id"], **_described(problem))
+            self._connection.send("reply", id=message["id"], **describe_error(problem))
 
     def _forget(self, message: Message) -> None:
         if isinstance(self._engine, EncoderEngine):
@@ -244,10 +244,6 @@ def _pieces(output: RequestOutput) -> Iterator[RequestOutput]:
     yield replace(output, prompt_logprobs=values)
 
 
-def _described(problem: Exception) -> dict[str, str]:
-    return {"error": type(problem).__name__, "message": str(problem)}
-
-
 class Heartbeat:
     """Sends a heartbeat every second until it is stopped. `step_seconds`: how long the current step has taken."""
 
@@ -270,11 +266,11 @@ _ENGINES: dict[Task, Callable[..., Engine | EncoderEngine]] = {
 
 
 def _load(connection: Connection, model: Path, options: EngineOptions) -> Engine | EncoderEngine | None:
-    """The engine; None if it cannot be loaded, in which case the owner is told why."""
+    """The engine; None if it cannot be loaded, which is reported to the owner."""
     try:
         return _ENGINES[task_of(model, options.task)](model, **asdict(options))
     except Fp8ServeError as problem:
-        connection.send("failed", **_described(problem))
+        connection.send("failed", **describe_error(problem))
     except Exception as problem:
         connection.send("failed", error="", message=f"The engine failed to start: {type(problem).__name__}: {problem}")
         raise

@@ -75,10 +75,10 @@ def read_adapter(directory: Path | str, config: ModelConfig) -> dict[str, LowRan
     """
     directory = Path(directory)
     peft, linears = read_config(directory), adaptable(config)
-    found = _parts(directory, linears)
-    if not found:
+    adapter = _parts(directory, linears)
+    if not adapter:
         raise ModelError(f"{directory / WEIGHTS} holds no adapter.")
-    return {linear: _low_rank(directory, linear, found[linear], linears[linear], peft) for linear in found}
+    return {linear: _low_rank(directory, linear, adapter[linear], linears[linear], peft) for linear in adapter}
 
 
 def _parts(directory: Path, linears: Mapping[str, tuple[int, int]]) -> dict[str, dict[str, Tensor]]:
@@ -91,13 +91,13 @@ def _parts(directory: Path, linears: Mapping[str, tuple[int, int]]) -> dict[str,
             raise ModelError(f"{path} holds {key}, and this model has no such layer that can have an adapter.")
         if entry.dtype not in _STORED:
             raise ModelError(f"{path}: {key} is stored as {type_name(entry.dtype)}; an adapter is F32, BF16 or F16.")
-    tensors, found = Shards(entries), dict[str, dict[str, Tensor]]()
+    tensors, parts = Shards(entries), dict[str, dict[str, Tensor]]()
     for key in tensors:
         linear, part = place_of(key) or ("", "lora_A")
-        if part in found.setdefault(linear, {}):
+        if part in parts.setdefault(linear, {}):
             raise ModelError(f"{path} holds the {part} of {linear} under two names.")
-        found[linear][part] = tensors[key]
-    return {linear: found[linear] for linear in linears if linear in found}
+        parts[linear][part] = tensors[key]
+    return {linear: parts[linear] for linear in linears if linear in parts}
 
 
 def _low_rank(
@@ -105,15 +105,15 @@ def _low_rank(
 ) -> LowRank:
     rows, cols = shape
     rank = peft.rank_of(linear)
-    wanted: dict[str, tuple[int, ...]] = {"lora_A": (rank, cols), "lora_B": (rows, rank)}
-    wanted |= {"lora_magnitude_vector": (rows,)} if peft.dora else {}
-    for part in sorted(wanted.keys() | parts.keys()):
-        tensor, expected = parts.get(part), wanted.get(part)
+    expected_shapes: dict[str, tuple[int, ...]] = {"lora_A": (rank, cols), "lora_B": (rows, rank)}
+    expected_shapes |= {"lora_magnitude_vector": (rows,)} if peft.dora else {}
+    for part in sorted(expected_shapes.keys() | parts.keys()):
+        tensor, expected = parts.get(part), expected_shapes.get(part)
         if tensor is None or expected is None or tuple(tensor.shape) != expected:
-            shape_found = "none" if tensor is None else str(list(tensor.shape))
-            shape_wanted = "none" if expected is None else str(list(expected))
+            actual_shape = "none" if tensor is None else str(list(tensor.shape))
+            expected_shape = "none" if expected is None else str(list(expected))
             raise ModelError(
-                f"{directory}: {part} of {linear} must be {shape_wanted} in this model, found {shape_found}."
+                f"{directory}: {part} of {linear} must be {expected_shape} in this model, found {actual_shape}."
             )
         if not bool(tensor.isfinite().all()):
             raise ModelError(f"{directory}: {part} of {linear} holds NaN or an infinity.")

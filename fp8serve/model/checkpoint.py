@@ -11,7 +11,7 @@ states, `export` writes.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,9 @@ from fp8serve.errors import ModelError, ScalesError
 from fp8serve.fp8 import ops
 from fp8serve.fp8.casting import cast_by_content
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.recipe import DelayedScaling, HeadDtype, Recipe, delayed
-from fp8serve.fp8.spec import QuantSpec
-from fp8serve.model.agreement import check_agreement
-from fp8serve.model.building import Model, build_on_meta
+from fp8serve.fp8.recipe import DelayedScaling, HeadDtype, Recipe, delayed, from_name
+from fp8serve.model.building import AnyModel, Model, build_on_meta
+from fp8serve.model.config.either import holds_encoder
 from fp8serve.model.config.encoder import EncoderConfig
 from fp8serve.model.config.mixture import keeps_fp32
 from fp8serve.model.export import FORMATS, write_calibrated, write_hf_directory
@@ -37,16 +36,15 @@ from fp8serve.model.formats.scales import (
     load_scales,
     save_scales,
 )
-from fp8serve.model.head import cast_head
 from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.network.experts import reset_token_counts
 from fp8serve.model.network.modern_encoder import encoder_class
 from fp8serve.model.storage.files import present
-from fp8serve.model.storage.mapped import release_pages
 from fp8serve.model.storage.opening import real_path
-from fp8serve.model.stored import Checkpoint, StoredLinear, open_checkpoint
-from fp8serve.model.transformers_backend.check import check_against_class
+from fp8serve.model.storage.shards import release_pages
+from fp8serve.model.stored import Checkpoint, StoredLinear, check_agreement, open_checkpoint
 from fp8serve.model.transformers_backend.network import TransformersModel
+from fp8serve.model.transformers_backend.trial import check_against_class
 
 __all__ = [
     "FORMATS",
@@ -107,7 +105,7 @@ def load_servable(
     dtype: torch.dtype = torch.bfloat16,
     head: HeadDtype = "bf16",
 ) -> Model:
-    """The model to serve: a FrozenLinear for every FP8 linear, everything else in `dtype`; `head`: see head.py.
+    """The model to serve: a FrozenLinear for every FP8 linear, everything else in `dtype`; `head`: see `_cast_head`.
 
     recipe "stored": the FP8 weights and input scales in the directory or, for a high-precision directory, its weights
     with the scales of `scales` (or of a scales.safetensors beside them). "bf16" or None: all dequantized. A `Recipe`:
@@ -119,7 +117,7 @@ def load_servable(
     _fill(model, checkpoint, recipe, scales, torch.device(device), dtype)
     _complete(model)
     if head == "fp8":
-        cast_head(model)
+        _cast_head(model)
     return model.eval()
 
 
@@ -156,6 +154,11 @@ def load_encoder(
     model = encoder_class(checkpoint.any_config)(checkpoint.any_config, device="meta", dtype=dtype)
     _fill(model, checkpoint, recipe, scales, torch.device(device), dtype)
     return model.eval()
+
+
+def load_reader(model_dir: Path | str, *how: Any, **options: Any) -> AnyModel:
+    """`load_encoder`, or `load_servable`, by what the directory holds."""
+    return (load_encoder if holds_encoder(model_dir) else load_servable)(model_dir, *how, **options)
 
 
 def _fill(
@@ -195,8 +198,8 @@ def _frozen_by(
             raise ScalesError(f"{scales} was given, but this recipe uses no stored scales; leave one of the two out.")
         return "bf16" if named is None else "recipe"
     state = _find_scales(checkpoint, None if scales is None else Path(scales))
-    as_told = recipe == "stored" and checkpoint.runs_in_high_precision
-    if state is None and not checkpoint.fp8_linears and not as_told:
+    stays_as_stored = recipe == "stored" and checkpoint.runs_in_high_precision
+    if state is None and not checkpoint.fp8_linears and not stays_as_stored:
         raise ModelError(
             f"{checkpoint.path} is not quantized and has no {FILE_NAME}; calibrate it first, give --scales FILE, "
             "or choose --recipe current, rowwise, block or bf16."
@@ -204,18 +207,18 @@ def _frozen_by(
     return state or "stored"
 
 
-def _find_scales(checkpoint: Checkpoint, given: Path | None) -> ScalingCheckpoint | None:
+def _find_scales(checkpoint: Checkpoint, chosen: Path | None) -> ScalingCheckpoint | None:
     """The scaling state of `given`, else of the file in the directory, whose scales are the exact inverses of the
     stored `input_scale`; None where there is no file or it holds only a KV cache's scales."""
-    path = checkpoint.path / FILE_NAME if given is None else real_path(given)
-    if given is None and not present(path):
+    path = checkpoint.path / FILE_NAME if chosen is None else real_path(chosen)
+    if chosen is None and not present(path):
         return None
     state = load_scales(path, checkpoint.path)
-    if given is None and not any(key.endswith(".input") for key in state.tensors):
+    if chosen is None and not any(key.endswith(".input") for key in state.tensors):
         return None
     linears = checkpoint.fp8_linears or checkpoint.linears
     check_covers(state, linears, str(path))
-    if given is None:
+    if chosen is None:
         check_agreement(checkpoint, state, str(path))
     return state
 
@@ -259,8 +262,9 @@ class _Freezer:
         input_scale = state.input_scale(linear)
         if input_scale is None:
             return None
-        stored, spec = self.checkpoint.stored(linear), _weight_spec(state)
-        if stored is not None and _is_scaled_by(stored, spec):
+        stored = self.checkpoint.stored(linear)
+        spec = (delayed(state.recipe) or DelayedScaling()).specs.linear["weight"]
+        if stored is not None and tuple(stored.weight_scale_inv.shape) == spec.scale_shape(*stored.weight_q.shape):
             return self._frozen(linear, replace(stored, input_scale=input_scale, input_spec=interop.STATIC))
         weight = self.checkpoint[f"{linear}.weight"].to(self.device)
         if spec.source == "current":
@@ -295,15 +299,6 @@ class _Freezer:
         return self.checkpoint[name].to(self.device, self.dtype)
 
 
-def _weight_spec(state: ScalingCheckpoint) -> QuantSpec:
-    """How the weights for the state's input scales are quantized."""
-    return (delayed(state.recipe) or DelayedScaling()).specs.linear["weight"]
-
-
-def _is_scaled_by(stored: StoredLinear, spec: QuantSpec) -> bool:
-    return tuple(stored.weight_scale_inv.shape) == spec.scale_shape(*stored.weight_q.shape)
-
-
 def kv_scales(model_dir: Path | str, scales: Path | str | None = None) -> dict[int, tuple[Tensor, Tensor]]:
     """Per layer the (k, v) multipliers, FP32 [], that quantize an FP8 KV cache; empty when the model stores none.
 
@@ -315,14 +310,16 @@ def kv_scales(model_dir: Path | str, scales: Path | str | None = None) -> dict[i
     checkpoint = open_checkpoint(model_dir)
     if state is not None and scales is None:
         check_agreement(checkpoint, state, str(path))
-    found = {}
+    by_layer = {}
     for layer in range(checkpoint.config.num_layers):
         pair = _kv_pair(checkpoint, state, f"model.layers.{layer}.self_attn")
         if pair is not None:
-            found[layer] = pair
-    if found and len(found) != checkpoint.config.num_layers:
-        raise ScalesError(f"{model_dir} has KV-cache scales for {len(found)} of {checkpoint.config.num_layers} layers.")
-    return found
+            by_layer[layer] = pair
+    if by_layer and len(by_layer) != checkpoint.config.num_layers:
+        raise ScalesError(
+            f"{model_dir} has KV-cache scales for {len(by_layer)} of {checkpoint.config.num_layers} layers."
+        )
+    return by_layer
 
 
 def cache_refusal(model_dir: Path | str, scales: Path | str | None = None) -> str | None:
@@ -369,3 +366,19 @@ def _put(module: nn.Module, name: str, value: Tensor, trainable: bool) -> None:
 def _put_module(model: nn.Module, name: str, module: nn.Module) -> None:
     owner, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(owner), leaf, module)
+
+
+def _cast_head(model: Model) -> None:
+    """Replaces the head of `model`, the matrix that makes logits, by one in FP8, in place, for serving.
+
+    It is the largest of a small model: 21 % of SmolLM2's parameters, read whole for every token. In FP8 a step reads
+    half of it. Each output channel has a scale from its own amax. On a CPU inputs stay in BF16, as in the recipe w8a16,
+    which is as fast there and more accurate. A GPU multiplies only operands of one type, so there each token's input is
+    cast, as in the recipe rowwise. A row of logits does not depend on other rows. A head that is tied to the embedding
+    becomes a separate matrix, and the embedding stays as it is.
+    """
+    weight = cast(Tensor, model.head.weight)
+    recipe = cast(Recipe, from_name("rowwise" if weight.is_cuda else "w8a16"))
+    frozen = FrozenLinear.from_linear(cast(nn.Linear, model.head), recipe, out_dtype=weight.dtype)
+    release_pages(weight)
+    _put_module(model, model.head_name, frozen)

@@ -8,7 +8,13 @@ The scales are those of the model's delayed states, with which its next step wou
 the names that the decoder reads, because both follow `transformers`; any other parameter is refused by name. Nothing of
 `transformers` is imported here: a model is anything with `config.to_json_string()` and such parameters.
 
-`save_pretrained` is no substitute: its output is for resuming training (restoring.py).
+`save_pretrained` is no substitute: its output is for resuming training. It writes the delayed states among the
+weights, by the names of a scaling checkpoint; `from_pretrained` skips them and names them as unexpected, because the
+layers are converted only afterwards; our own readers skip them, too (stored.py), and other servers fail on unknown
+names. `restore_scaling` restores them into a model that continues its training:
+
+    model = convert(AutoModelForCausalLM.from_pretrained(path))
+    restore_scaling(model, path)
 """
 
 import json
@@ -28,12 +34,13 @@ from fp8serve.errors import ModelError, RecipeError, ScalesError
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.recipe import Recipe, delayed
 from fp8serve.fp8.scaling import ScalingState
+from fp8serve.fp8.stateful import Stateful, restored, state_key
 from fp8serve.model.building import build_on_meta
 from fp8serve.model.config.decoder import parse_config
 from fp8serve.model.config.families import FAMILIES
 from fp8serve.model.config.mixture import keeps_fp32
 from fp8serve.model.export import CARRIED, write_calibrated, write_hf_directory
-from fp8serve.model.formats.scales import ScalingCheckpoint, TensorScale
+from fp8serve.model.formats.scales import FILE_NAME, ScalingCheckpoint, TensorScale, check, load_scales
 from fp8serve.model.storage.files import (
     MAX_CARRIED_BYTES,
     as_json,
@@ -43,6 +50,7 @@ from fp8serve.model.storage.files import (
     write_json,
 )
 from fp8serve.model.storage.opening import regular_file
+from fp8serve.model.storage.shards import open_shards
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, checkpoint_wrapper
 
@@ -152,12 +160,12 @@ def _write_small_files(folder: Path, model: nn.Module, config: Mapping[str, Any]
 
 
 def _copy_tokenizer(folder: Path, source: Any) -> None:
-    found = [Path(source) / name for name in CARRIED if source and regular_file(Path(source) / name)]
-    if not any(path.name.startswith("tokenizer") for path in found):
+    files = [Path(source) / name for name in CARRIED if source and regular_file(Path(source) / name)]
+    if not any(path.name.startswith("tokenizer") for path in files):
         raise ModelError(
             f"There is no tokenizer in {str(source)!r}; give the model's own, or the directory of it, as tokenizer=."
         )
-    for path in found:
+    for path in files:
         (folder / path.name).write_bytes(read_file(path, MAX_CARRIED_BYTES))
 
 
@@ -186,7 +194,7 @@ def _scales(model: nn.Module, config: Mapping[str, Any], recipe: Recipe) -> Scal
     counts = {key: int(state.steps) for key, state in states.items() if _observed(state)}
     return ScalingCheckpoint(
         recipe=recipe,
-        tensors={key: TensorScale(states[key].scale, _kept(states[key].amax_history)) for key in counts},
+        tensors={key: TensorScale(states[key].scale, _history_or_none(states[key].amax_history)) for key in counts},
         observations={"batches": max(counts.values(), default=0), "tensors": {k: max(n, 1) for k, n in counts.items()}},
         created_by=f"fp8serve {__version__} export",
     )
@@ -206,8 +214,60 @@ def _check_ran(served: set[str], states: Mapping[str, ScalingState]) -> None:
         )
 
 
-def _kept(history: Tensor) -> Tensor | None:
+def _history_or_none(history: Tensor) -> Tensor | None:
     """The history between two steps, with nothing staged; None for one without information, such as one of length 1."""
     history = history.clone()
     history[0] = 0.0
     return history if bool(history.any()) else None
+
+
+StateFields = dict[str, Tensor]  # the fields of one state
+
+
+def restore_scaling(model: nn.Module, path: Path | str) -> int:
+    """Give the layers of a converted `model` the delayed states that a directory holds; returns how many states.
+
+    path: a converted model as `save_pretrained` wrote it, or a directory with scales.safetensors (calibrated, exported
+    or fine-tuned). Training continues from its scales and histories. Raises ScalesError when it holds no state of this
+    model, or one that cannot be used.
+    """
+    path = Path(path)
+    modules = {plain_name(name): m for name, m in unwrapped(model).named_modules() if isinstance(m, Stateful)}
+    stored = _from_scales_file(path) if (path / FILE_NAME).exists() else _among_weights(path)
+    fitting = [key for key in stored if key.rpartition(".")[0] in modules]
+    if not fitting:
+        raise ScalesError(f"{path} holds no scaling state of a layer of this model; was the model converted?")
+    for owner, module in modules.items():
+        keys = {name: f"{owner}.{name}" for name in module.state_names()}
+        states = {n: restored(stored[key], key, module.state_device()) for n, key in keys.items() if key in stored}
+        module.scaling.update(states)
+    return len(fitting)
+
+
+def _from_scales_file(path: Path) -> dict[str, StateFields]:
+    """The states of scales.safetensors, which has no counters; where no history is kept, it is empty."""
+    tensors = load_scales(path / FILE_NAME).tensors
+    histories = {k: torch.zeros(1) if e.amax_history is None else e.amax_history for k, e in tensors.items()}
+    return {key: {"scale": entry.scale, "amax_history": histories[key]} for key, entry in tensors.items()}
+
+
+def _among_weights(path: Path) -> dict[str, StateFields]:
+    shards = open_shards(path)
+    states: dict[str, StateFields] = {}
+    for name in shards:
+        if (place := state_key(name)) is not None:
+            tensor, field = place
+            states.setdefault(tensor, {})[field] = shards[name]
+    for key, state in states.items():
+        _check(path, key, state)
+    return states
+
+
+def _check(path: Path, key: str, state: StateFields) -> None:
+    """ScalesError for a state that `state_dict` cannot have written, or that `load_scales` would refuse."""
+    sizes = {"scale": 0, "amax_history": 1, "nonfinite": 0, "steps": 0}
+    if set(state) != set(sizes) or any(state[field].dim() != dim for field, dim in sizes.items()):
+        raise ScalesError(f"{path}: the scaling state of {key} is not whole.")
+    history = state["amax_history"]
+    entry = TensorScale(state["scale"], history if bool(history.any()) else None)
+    check(ScalingCheckpoint(None, {key: entry}), str(path))

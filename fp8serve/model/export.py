@@ -45,9 +45,8 @@ from fp8serve.model.storage.files import (
     whole_directory,
     write_json,
 )
-from fp8serve.model.storage.mapped import release_pages
 from fp8serve.model.storage.opening import regular_file
-from fp8serve.model.storage.shards import DTYPES, SINGLE, write_index
+from fp8serve.model.storage.shards import DTYPES, SINGLE, release_pages, write_index
 from fp8serve.model.stored import StoredLinear, open_checkpoint
 
 __all__ = ["FORMATS", "write_calibrated", "write_hf_directory"]
@@ -114,7 +113,7 @@ def write_calibrated(
     weights: Mapping[str, Tensor] | None = None,
     quantized: Mapping[str, tuple[Tensor, Tensor]] | None = None,
     matrices: Mapping[str, StoredLinear] | None = None,
-    kept: Sequence[str] = (),
+    high_precision: Sequence[str] = (),
     format: str = "compressed-tensors",
     extra_files: ExtraFiles | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -125,7 +124,7 @@ def write_calibrated(
     precision, by parameter name, for instance `dict(model.named_parameters())` after training. quantized: by the name
     of a linear, its weight in FP8 and the dequantizing scale, for linears that are not rounded to nearest here.
     matrices: other matrices in FP8, by name, which are written as they are; without them, all others are written in
-    high precision. kept: linears that stay in high precision. scales: `scales.recipe` decides the granularity;
+    high precision. high_precision: linears that are not quantized. scales: `scales.recipe` decides the granularity;
     `DelayedScaling` takes input and weight scales from it, the others need none. format: one of FORMATS. The
     fingerprints in the written scales are those of `out` and, without `weights`, of `source`. ModelError, ScalesError:
     `out` is taken; the format cannot express the recipe; a scale is missing or unusable.
@@ -133,11 +132,11 @@ def write_calibrated(
     source, out = Path(source), Path(out)
     check_absent(out)
     config = read_text_config(source)
-    high_precision = weights if weights is not None else open_checkpoint(source)
-    given, others = quantized or {}, matrices or {}
-    writer = _Quantizer(config, high_precision, given, others, kept, scales, format, from_file=weights is None)
+    unquantized = weights if weights is not None else open_checkpoint(source)
+    ready, others = quantized or {}, matrices or {}
+    writer = _Quantizer(config, unquantized, ready, others, high_precision, scales, format, from_file=weights is None)
     head = ["score"] if classifies(config) and not is_encoder(config) else []
-    plain = [*head, *writer.routers, *kept]
+    plain = [*head, *writer.routers, *high_precision]
     specs = {name: matrix.specs for name, matrix in others.items()}
     files = quantization_files(format, writer.recipe, bool(writer.kv), plain, specs)
     config["quantization_config"] = files.pop("quantization_config")
@@ -160,9 +159,9 @@ class _Quantizer:
         self,
         config: Mapping[str, Any],
         weights: Mapping[str, Tensor],
-        given: Mapping[str, tuple[Tensor, Tensor]],
+        ready: Mapping[str, tuple[Tensor, Tensor]],
         matrices: Mapping[str, StoredLinear],
-        kept: Sequence[str],
+        high_precision: Sequence[str],
         scales: ScalingCheckpoint,
         format_: str,
         from_file: bool,
@@ -171,14 +170,14 @@ class _Quantizer:
             raise ModelError("An FP8 directory needs an FP8 recipe, and these scales have none.")
         self.recipe = scales.recipe
         self.weight, self.input = self.recipe.specs.linear["weight"], self.recipe.specs.linear["input"]
-        self.weights, self.given, self.scales, self.format = weights, given, scales, format_
+        self.weights, self.quantized_weights, self.scales, self.format = weights, ready, scales, format_
         self.matrices, self.from_file = matrices, from_file
         self.dtype = _dtype(config)
         self.shapes = _shapes(config)
         model = skeleton(parse_any_config(config))
         self.turned = transposed_linears(model)
         self.routers = router_names(model)  # vLLM quantizes those of Qwen3-MoE that a configuration does not leave out
-        self.linears = {name: None for name in _linears(config) if name not in set(kept)}
+        self.linears = dict.fromkeys(name for name in model.linear_names() if name not in set(high_precision))
         self.kv = {key: entry for key, entry in scales.tensors.items() if key.rpartition(".")[2] in ("k", "v")}
         if self.input.source == "delayed":
             check_covers(scales, self.linears, "The scaling state")
@@ -201,8 +200,8 @@ class _Quantizer:
 
     def _fp8(self, linear: str, shape: tuple[int, ...]) -> Iterator[_Item]:
         scale_shape = self._scale_shape(self.weight, *shape)
-        given = linear in self.given
-        yield _Item(f"{linear}.weight", torch.float8_e4m3fn, shape, lambda: self.quantized(linear)[0], from_file=given)
+        ready = linear in self.quantized_weights
+        yield _Item(f"{linear}.weight", torch.float8_e4m3fn, shape, lambda: self.quantized(linear)[0], from_file=ready)
         scale_name = self._scale_name(linear, self.weight)
         scale_dtype = SCALE_DTYPES[self.weight.scale_format]
         yield _Item(scale_name, scale_dtype, scale_shape, lambda: self.quantized(linear)[1].reshape(scale_shape))
@@ -220,20 +219,20 @@ class _Quantizer:
             yield self._scalar(f"{name}.input_scale", matrix.input_scale)
 
     def _quantize(self, linear: str) -> tuple[Tensor, Tensor]:
-        """(weight_q, its dequantizing scale): those given, or those that serving and training would compute from the
+        """(weight_q, its dequantizing scale): those ready, or those that serving and training would compute from the
         weight."""
-        if linear in self.given:
-            return self.given[linear]
+        if linear in self.quantized_weights:
+            return self.quantized_weights[linear]
         weight = _weight(self.weights, f"{linear}.weight", self.shapes[f"{linear}.weight"])
         delayed = self.weight.source == "delayed"
-        found = (
+        result = (
             ops.quantize(weight, scale=self.scales.weight_scale(linear))
             if delayed
             else cast_by_content(weight, self.weight)
         )
         if self.from_file:
             release_pages(weight)
-        return found
+        return result
 
     def _scale_name(self, linear: str, spec: QuantSpec) -> str:
         return f"{linear}.weight_scale{'_inv' if spec.is_blocked and self.format == 'fp8' else ''}"
@@ -266,11 +265,6 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every parameter of the architecture, tied ones once."""
     model = skeleton(parse_any_config(config))
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
-
-
-def _linears(config: Mapping[str, Any]) -> dict[str, None]:
-    """The projections that FP8 may run, in the model's order and quick to look up."""
-    return dict.fromkeys(skeleton(parse_any_config(config)).linear_names())
 
 
 def _plain(name: str, shape: tuple[int, ...], weights: Mapping[str, Tensor], dtype: torch.dtype) -> _Item:

@@ -30,8 +30,8 @@ from fp8serve.model.formats.scales import ScalingCheckpoint
 from fp8serve.model.rewriting import (
     fitted,
     format_of,
-    kept_state,
     recipe_of,
+    retained_state,
     state_of,
     stored_linears,
     stored_matrices,
@@ -69,11 +69,11 @@ class Loss:
         return Loss(*sums)
 
     @classmethod
-    def of(cls, before: Tensor, wanted: Tensor, after: Tensor, rescaled: int = 0) -> "Loss":
+    def of(cls, before: Tensor, expected: Tensor, after: Tensor, rescaled: int = 0) -> "Loss":
         """The loss of one weight, from FP32 before the merge, as trained, and as rounded."""
-        change = wanted - before
+        change = expected - before
         changed, lost = int(change.count_nonzero()), int(((change != 0) & (after == before)).sum())
-        trained, missed = float(change.double().square().sum()), float((after - wanted).double().square().sum())
+        trained, missed = float(change.double().square().sum()), float((after - expected).double().square().sum())
         return cls(changed, lost, trained, missed, rescaled)
 
 
@@ -108,12 +108,12 @@ def merge(base: Path | str, adapter: Path | str, out: Path | str, most_lost: flo
     check_absent(Path(out))
     checkpoint = open_checkpoint(base)
     check_writable(Path(out), sum(math.prod(shape) for shape in checkpoint.shapes.values()))
-    found, losses = read_adapter(adapter, checkpoint.config), Losses()
+    low_ranks, losses = read_adapter(adapter, checkpoint.config), Losses()
     stored = stored_linears(checkpoint)
-    weights = _Merged(checkpoint, {name: low for name, low in found.items() if name not in stored})
+    weights = _Merged(checkpoint, {name: low for name, low in low_ranks.items() if name not in stored})
     for name in weights.adapter:
         key = f"{name}.weight"
-        losses.layers[name] = Loss.of(checkpoint[key].float(), weights.wanted(key), weights[key].float())
+        losses.layers[name] = Loss.of(checkpoint[key].float(), weights.merged(key), weights[key].float())
     if not stored:
         _check(losses.total, most_lost)
         config = {k: v for k, v in read_text_config(checkpoint.path).items() if k != "quantization_config"}
@@ -121,12 +121,12 @@ def merge(base: Path | str, adapter: Path | str, out: Path | str, most_lost: flo
         return losses
     format = format_of(checkpoint.path)
     recipe = recipe_of(checkpoint, stored, format)
-    state = kept_state(checkpoint, recipe) or state_of(checkpoint, stored, recipe)
+    state = retained_state(checkpoint, recipe) or state_of(checkpoint, stored, recipe)
     spec = recipe.specs.linear["weight"]
     quantized = {name: (linear.weight_q, fitted(linear, spec)) for name, linear in stored.items()}
-    for name in found.keys() & stored.keys():
+    for name in low_ranks.keys() & stored.keys():
         before = quantized[name]
-        quantized[name], losses.layers[name] = _rounded(*before, found[name])
+        quantized[name], losses.layers[name] = _rounded(*before, low_ranks[name])
         if losses.layers[name].rescaled:
             state = _with_scale(state, f"{name}.weight", quantized[name][1])
     _check(losses.total, most_lost)
@@ -137,7 +137,7 @@ def merge(base: Path | str, adapter: Path | str, out: Path | str, most_lost: flo
         weights=weights,
         quantized=quantized,
         matrices=stored_matrices(checkpoint),
-        kept=checkpoint.kept_linears,
+        high_precision=checkpoint.high_precision_linears,
         format=format,
     )
     return losses
@@ -155,15 +155,15 @@ def _check(loss: Loss, most: float) -> None:
 def _rounded(q: Tensor, scale_inv: Tensor, adapter: LowRank) -> tuple[tuple[Tensor, Tensor], Loss]:
     """The weight with the adapter in it, in FP8, and its dequantizing scales."""
     before = dequantize(q, scale_inv)
-    wanted = merged(before, adapter)
-    grown = _grown(scale_inv, wanted)
-    new = saturate(wanted / expand(grown, *q.shape), E4M3), grown
-    return new, Loss.of(before, wanted, dequantize(*new), int((grown != scale_inv).sum()))
+    expected = merged(before, adapter)
+    grown = _grown(scale_inv, expected)
+    new = saturate(expected / expand(grown, *q.shape), E4M3), grown
+    return new, Loss.of(before, expected, dequantize(*new), int((grown != scale_inv).sum()))
 
 
-def _grown(scale_inv: Tensor, wanted: Tensor) -> Tensor:
+def _grown(scale_inv: Tensor, expected: Tensor) -> Tensor:
     """scale_inv, each doubled until its part of `wanted` [N, K] is in the range of E4M3."""
-    largest = _largest(wanted, scale_inv)
+    largest = _largest(expected, scale_inv)
     return scale_inv * torch.exp2((largest / scale_inv / ROUNDED_DOWN).log2().ceil().clamp_min(0))
 
 
@@ -194,13 +194,13 @@ class _Merged(Mapping[str, Tensor]):
     def __init__(self, checkpoint: Checkpoint, adapter: Adapter) -> None:
         self._checkpoint, self.adapter = checkpoint, adapter
 
-    def wanted(self, name: str) -> Tensor:
+    def merged(self, name: str) -> Tensor:
         """The weight of a linear that has an adapter, FP32."""
         return merged(self._checkpoint[name].float(), self.adapter[name.removesuffix(".weight")])
 
     def __getitem__(self, name: str) -> Tensor:
         own = self._checkpoint[name]
-        return self.wanted(name).to(own.dtype) if name.removesuffix(".weight") in self.adapter else own
+        return self.merged(name).to(own.dtype) if name.removesuffix(".weight") in self.adapter else own
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._checkpoint)

@@ -39,7 +39,7 @@ def differences(recipe: Recipe | None, config: ModelConfig, device: str, longest
     if attends_in_fp8(recipe):
         yield FP8_ATTENTION
     if config.computed_by is not None:
-        yield f"{config.architecture} is computed by transformers' class, whose own operations nobody held to this."
+        yield f"{config.architecture} is computed by transformers' class, whose bits are not tested."
     if any(_outgrown(rope.scaling, longest or config.max_length) for rope in config.layer_ropes if rope is not None):
         yield LONG_ROPE
 

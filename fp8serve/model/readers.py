@@ -1,7 +1,7 @@
 """Which other projects read a directory differently from us, or not at all, as sentences for its owner.
 
 docs/formats.md says which reader loads which format, and tests/model/test_readers.py checks it with those readers'
-code. This module tells a directory's owner the essentials of that page. There are four cases:
+code. These notes have the essentials of that page for a directory's owner. There are four cases:
 
 * `quant_method: fp8` with one scale per tensor has two spellings, vLLM's (`weight_scale`, `input_scale`) and that of
   transformers (`weight_scale_inv`, `activation_scale`). No file can hold both: vLLM fails on a tensor that it does not

@@ -78,8 +78,8 @@ def resident(model_dir: Path, recipe: str, head: HeadDtype = "bf16", scales: str
 def _casts(model_dir: Path, recipe: str, scales: str | None) -> bool:
     """Whether every linear is cast to FP8, by its content or by calibrated scales, rather than read as it is stored."""
     if recipe.lstrip().startswith("{"):
-        found = from_json(recipe)
-        return found is not None and not found.override_linear_precision[0]
+        parsed = from_json(recipe)
+        return parsed is not None and not parsed.override_linear_precision[0]
     if recipe == "stored":
         return scales is not None or present(model_dir / SCALES)
     return recipe != "bf16"

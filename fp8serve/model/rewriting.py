@@ -14,7 +14,6 @@ from fp8serve import __version__
 from fp8serve.errors import ModelError
 from fp8serve.fp8.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Float8WeightOnly, Recipe
 from fp8serve.fp8.spec import UNQUANTIZED, QuantSpec
-from fp8serve.model.agreement import check_agreement
 from fp8serve.model.checkpoint import kv_scales
 from fp8serve.model.export import write_calibrated
 from fp8serve.model.formats import FORMATS
@@ -22,7 +21,7 @@ from fp8serve.model.formats.interop import BLOCKED_INPUT, PER_TOKEN, STATIC
 from fp8serve.model.formats.quantization_config import quantization_files
 from fp8serve.model.formats.scales import FILE_NAME, ScalingCheckpoint, TensorScale, load_scales
 from fp8serve.model.storage.files import present, read_json
-from fp8serve.model.stored import Checkpoint, StoredLinear, open_checkpoint
+from fp8serve.model.stored import Checkpoint, StoredLinear, check_agreement, open_checkpoint
 
 _CURRENT = Float8CurrentScaling()
 # How inputs are quantized -> the recipes that do so; the first one that scales weights as the file does is taken.
@@ -49,12 +48,14 @@ def rewrite(source: Path | str, out: Path | str, format: str) -> None:
         )
     stored = stored_linears(checkpoint)
     recipe = recipe_of(checkpoint, stored, format)
-    state = kept_state(checkpoint, recipe) or state_of(checkpoint, stored, recipe)
+    state = retained_state(checkpoint, recipe) or state_of(checkpoint, stored, recipe)
     weight = recipe.specs.linear["weight"]
     quantized = {name: (linear.weight_q, fitted(linear, weight)) for name, linear in stored.items()}
     matrices = stored_matrices(checkpoint)
-    kept = checkpoint.kept_linears
-    write_calibrated(out, source, state, quantized=quantized, matrices=matrices, kept=kept, format=format)
+    high_precision = checkpoint.high_precision_linears
+    write_calibrated(
+        out, source, state, quantized=quantized, matrices=matrices, high_precision=high_precision, format=format
+    )
 
 
 def stored_linears(checkpoint: Checkpoint) -> _Stored:
@@ -79,7 +80,7 @@ def recipe_of(checkpoint: Checkpoint, stored: _Stored, format: str) -> Recipe:
     inputs = {linear.input_spec for linear in stored.values()}
     if len(inputs) > 1:
         raise ModelError(
-            f"The layers of {checkpoint.path} quantize their inputs in several ways; no format here says so."
+            f"The layers of {checkpoint.path} quantize their inputs in several ways, which no format here expresses."
         )
     spec = inputs.pop()
     known = _RECIPES.get(spec, ())
@@ -122,12 +123,12 @@ def fitted(linear: StoredLinear, spec: QuantSpec) -> Tensor:
 
 def format_of(source: Path) -> str:
     """The format of the directory's FP8 weights, if we can write it; else the default."""
-    said: Any = read_json(source / "config.json").get("quantization_config")
-    method = said.get("quant_method") if isinstance(said, dict) else None
+    config: Any = read_json(source / "config.json").get("quantization_config")
+    method = config.get("quant_method") if isinstance(config, dict) else None
     return method if method in FORMATS else FORMATS[0]
 
 
-def kept_state(checkpoint: Checkpoint, recipe: Recipe) -> ScalingCheckpoint | None:
+def retained_state(checkpoint: Checkpoint, recipe: Recipe) -> ScalingCheckpoint | None:
     """The scaling state beside the weights, with its histories, if it has the same layout."""
     path = checkpoint.path / FILE_NAME
     if not present(path):

@@ -16,7 +16,6 @@ from pathlib import Path
 from fp8serve import __version__
 from fp8serve.errors import Fp8ServeError, ModelError
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
-from fp8serve.model.agreement import check_agreement
 from fp8serve.model.export import write_calibrated
 from fp8serve.model.formats.scales import FILE_NAME, ScalingCheckpoint, load_scales, read_scales
 from fp8serve.model.rewriting import (
@@ -30,7 +29,7 @@ from fp8serve.model.rewriting import (
 )
 from fp8serve.model.storage.files import present
 from fp8serve.model.storage.opening import real_path
-from fp8serve.model.stored import Checkpoint, StoredLinear, open_checkpoint
+from fp8serve.model.stored import Checkpoint, StoredLinear, check_agreement, open_checkpoint
 
 
 def write_rolled(source: Path, out: Path, moved: ScalingCheckpoint, scales: Path | None = None) -> None:
@@ -43,8 +42,8 @@ def write_rolled(source: Path, out: Path, moved: ScalingCheckpoint, scales: Path
     format = format_of(source)
     if not checkpoint.fp8_linears:
         state = _with(moved, _of_file(checkpoint, scales))
-        kept = [name for name in checkpoint.linears if f"{name}.input" not in state.tensors]
-        return write_calibrated(out, source, state, kept=kept, format=format)
+        high_precision = [name for name in checkpoint.linears if f"{name}.input" not in state.tensors]
+        return write_calibrated(out, source, state, high_precision=high_precision, format=format)
     stored = stored_linears(checkpoint)
     recipe = recipe_of(checkpoint, stored, format)
     has_file = scales is not None or present(source / FILE_NAME)
@@ -57,8 +56,10 @@ def write_rolled(source: Path, out: Path, moved: ScalingCheckpoint, scales: Path
         )
     weight = recipe.specs.linear["weight"]
     quantized = {name: (linear.weight_q, fitted(linear, weight)) for name, linear in stored.items()}
-    kept, matrices = checkpoint.kept_linears, stored_matrices(checkpoint)
-    return write_calibrated(out, source, state, quantized=quantized, matrices=matrices, kept=kept, format=format)
+    high_precision, matrices = checkpoint.high_precision_linears, stored_matrices(checkpoint)
+    return write_calibrated(
+        out, source, state, quantized=quantized, matrices=matrices, high_precision=high_precision, format=format
+    )
 
 
 def _with(moved: ScalingCheckpoint, base: ScalingCheckpoint) -> ScalingCheckpoint:
@@ -89,9 +90,9 @@ def main() -> int:
     for name in ("source", "out", "moved"):
         parser.add_argument(name, type=Path)
     parser.add_argument("--scales", type=Path)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     try:
-        write_rolled(given.source, given.out, read_scales(given.moved), given.scales)
+        write_rolled(arguments.source, arguments.out, read_scales(arguments.moved), arguments.scales)
     except Fp8ServeError as problem:
         print(json.dumps({"error": type(problem).__name__, "message": str(problem)}))
         return 1

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fp8serve.errors import ModelError
+from fp8serve.errors import ModelError, ScalesError
 from fp8serve.fp8 import ops
 from fp8serve.fp8.spec import UNQUANTIZED, WEIGHTS, QuantSpec
 from fp8serve.fp8.stateful import state_key
@@ -25,7 +25,7 @@ from fp8serve.model.config.wrappers import read_text_config, text_shards
 from fp8serve.model.formats import interop
 from fp8serve.model.formats.interop import Quantization, ScaleKey
 from fp8serve.model.formats.microscaling import Widened, widened
-from fp8serve.model.formats.scales import FILE_NAME
+from fp8serve.model.formats.scales import FILE_NAME, ScalingCheckpoint
 from fp8serve.model.formats.torchao import plain_names
 from fp8serve.model.formats.unstacked import unstacked
 from fp8serve.model.network.encoder import Encoder
@@ -37,6 +37,8 @@ _LEFT_OVERS = ("rotary_emb.inv_freq", "attn.masked_bias", "attention.masked_bias
 # in encoders: a buffer, and the pre-training head
 _OF_ENCODERS = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.", "cls.", "lm_head.", "head.",
                 "decoder.")  # fmt: skip
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+TOLERANCE = 0.01
 
 
 @dataclass(frozen=True)
@@ -98,17 +100,17 @@ class Checkpoint(Mapping[str, Tensor]):
         linears = frozenset(self.linears)
         self.fp8_linears = [name for name in in_fp8 if name in linears]
         self.fp8_matrices = [name for name in in_fp8 if name not in linears]
-        self.kept_linears = [n for n in self.linears if self.fp8_linears and n not in in_fp8]  # in high precision
+        self.high_precision_linears = [n for n in self.linears if self.fp8_linears and n not in in_fp8]
 
     def _place(self, key: str) -> None:
         """Classify one key of the file; ModelError when it has no place."""
         if self._is_training_state(key):
             return
         if key in self.shapes:
-            found = self.shards.entries[key].shape
-            if found != self.shapes[key]:
+            shape = self.shards.entries[key].shape
+            if shape != self.shapes[key]:
                 expected = list(self.shapes[key])
-                raise ModelError(f"{self.path}: {key} has the shape {list(found)}; config.json makes it {expected}.")
+                raise ModelError(f"{self.path}: {key} has the shape {list(shape)}; config.json makes it {expected}.")
             return
         scale = interop.classify(key)
         if scale is not None:
@@ -307,9 +309,6 @@ def _without_prefix(shards: Shards, config: EncoderConfig) -> Shards:
     return shards.renamed(names) if any(key != name for key, name in names.items()) else shards
 
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
-
-
 def without_predictors(shards: Shards, config: ModelConfig) -> tuple[Shards, tuple[str, ...]]:
     """(the tensors without those of the `num_predictors` layers for multi-token prediction, which DeepSeek's files have
     after the last layer, the names of the layers left out)."""
@@ -322,3 +321,24 @@ def without_predictors(shards: Shards, config: ModelConfig) -> tuple[Shards, tup
 def _layer(key: str) -> str:
     match = _LAYER.match(key)
     return "" if match is None else match.group(0)[:-1]
+
+
+def check_agreement(checkpoint: Checkpoint, state: ScalingCheckpoint, where: str) -> None:
+    """ScalesError naming the first tensor in which `state`, read from `where`, and the directory's files differ."""
+    for key, problem in contradictions(checkpoint, state):
+        raise ScalesError(f"{where}: {key} {problem}; write the directory again.")
+
+
+def contradictions(checkpoint: Checkpoint, state: ScalingCheckpoint) -> Iterator[tuple[str, str]]:
+    """(tensor of the sidecar, how it differs from the scale in the checkpoint's files)."""
+    for key, entry in state.tensors.items():
+        owner, _, role = key.rpartition(".")
+        if role not in ("input", "weight", "k", "v"):
+            continue
+        name = checkpoint.scale_key(owner, role)  # type: ignore[arg-type]
+        if name is None or checkpoint.shards[name].numel() != 1:
+            continue
+        stored = float(checkpoint.shards[name])  # dequantizes; an invalid scale is refused where it is used
+        ratio = float(entry.scale) * stored
+        if 0 < stored < float("inf") and not abs(ratio - 1) <= TOLERANCE:
+            yield key, f"has a scale that is {ratio:.4g} times the one that {name} means"

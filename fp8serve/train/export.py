@@ -46,7 +46,9 @@ def export(checkpoint_dir: Path | str, out: Path | str) -> Path:
     if served_in_fp8(config.fp8_recipe):
         scales = serving_scales(source, config.fp8_recipe, meta)
         retained = meta.get("kept", ())
-        write_calibrated(out, source, scales, weights=weights, kept=retained, format=config.format, extra_files=extra)
+        write_calibrated(
+            out, source, scales, weights=weights, high_precision=retained, format=config.format, extra_files=extra
+        )
     else:
         base = read_json(source / "config.json", JobError)
         write_hf_directory(out, base, weights, carry_from=source, extra_files=extra)

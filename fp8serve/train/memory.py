@@ -130,9 +130,9 @@ def _sides(model: ModelConfig) -> int:
     width, heads, latent = model.hidden_size, model.num_heads * model.head_dim, model.latent
     attention = 4 * width + 2 * heads + 2 * model.num_kv_heads * model.head_dim
     if latent is not None:
-        query = model.num_heads * (latent.still + latent.turned)
+        query = model.num_heads * (latent.nope + latent.rope)
         queries = width + query if latent.q_rank is None else width + 2 * latent.q_rank + query
-        attention = queries + 2 * width + latent.rank + latent.turned + model.num_heads * latent.value
+        attention = queries + 2 * width + latent.rank + latent.rope + model.num_heads * latent.value
     sparse, experts = _sparse_layers(model), model.experts
     shared = 0 if experts is None or not experts.shared_size else 3 * (width + experts.shared_size)
     projections = 2 if model.activation == "xielu" else 3
@@ -161,10 +161,10 @@ def _attention(model: ModelConfig) -> tuple[int, int]:
     width, latent = model.hidden_size, model.latent
     if latent is None:
         return width * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads), 0
-    query = model.num_heads * (latent.still + latent.turned)
+    query = model.num_heads * (latent.nope + latent.rope)
     queries = width * query if latent.q_rank is None else latent.q_rank * (width + query)
-    around = width * (latent.rank + latent.turned) + model.num_heads * latent.value * width
-    return queries + around, model.num_heads * (latent.still + latent.value) * latent.rank
+    around = width * (latent.rank + latent.rope) + model.num_heads * latent.value * width
+    return queries + around, model.num_heads * (latent.nope + latent.value) * latent.rank
 
 
 def _gated(model: ModelConfig, size: int) -> int:

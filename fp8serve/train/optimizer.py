@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8serve.errors import JobError
-from fp8serve.model.storage.mapped import release_pages
+from fp8serve.model.storage.shards import release_pages
 from fp8serve.train.config import TrainConfig
 
 SMALLEST, BLOCK = 4096, 256  # torchao's: of numbers in a matrix, and in a block

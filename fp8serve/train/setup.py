@@ -247,7 +247,7 @@ def kept_linears(source: Path) -> tuple[str, ...]:
     """
     if (source / "trainer.json").exists():
         return tuple(read_json(source / "trainer.json", JobError).get("kept", ()))
-    return tuple(open_checkpoint(source).kept_linears)
+    return tuple(open_checkpoint(source).high_precision_linears)
 
 
 def _decoder(source: Path, recipe: Recipe | None, kept: tuple[str, ...], config: TrainConfig) -> Model:

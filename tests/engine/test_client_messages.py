@@ -144,7 +144,7 @@ async def test_vectors_and_scores_arrive_in_pieces_as_one_reply() -> None:
     engine = EncoderEngine.__new__(EncoderEngine)
     worker, wire = in_pieces(engine)
     engine.step = list  # type: ignore[method-assign]
-    engine.take_answered = lambda: [SimpleNamespace(number=3, found=values)]  # type: ignore[method-assign,return-value,list-item]
+    engine.take_answered = lambda: [SimpleNamespace(number=3, answers=values)]  # type: ignore[method-assign,return-value,list-item]
     worker._step()
     assert max(map(len, wire.lines)) < 2 * worker_module.PIECE_BYTES
     assert len(wire.lines) > 3

@@ -16,9 +16,10 @@ from fp8serve.engine.task import task_of
 from fp8serve.errors import ModelError, RequestError
 from fp8serve.fp8.ops import reference
 from fp8serve.fp8.recipe import from_name
+from fp8serve.model.building import hidden_states
+from fp8serve.model.checkpoint import load_reader
 from fp8serve.model.network import fusing, norms
 from fp8serve.model.network.pooling import read_pooling
-from fp8serve.model.reading import hidden_states, load_reader
 from tests.engine.tiny import write_model
 from tests.model.encoders import ids_of, letters, pooled
 from tests.model.oracle import SIZES, make_random

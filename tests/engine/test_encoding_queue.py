@@ -8,14 +8,14 @@ import torch
 
 from fp8serve.engine.client import EngineClient
 from fp8serve.engine.embedding import Embedder
-from fp8serve.engine.embedding_engine import Call, EmbeddingEngine, EncodingQueue
+from fp8serve.engine.embedding_engine import EmbeddingEngine, EncodingCall, EncodingQueue
 from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import RequestError
 from tests.model.encoders import BERT, ids_of, make, pooled
 
 
-def call(number: int, *lengths: int) -> Call:
-    return Call(number, [[number] * length for length in lengths])
+def call(number: int, *lengths: int) -> EncodingCall:
+    return EncodingCall(number, [[number] * length for length in lengths])
 
 
 def step(queue: EncodingQueue, tokens: int) -> list[tuple[int, int]]:
@@ -61,11 +61,11 @@ def test_a_refused_call_leaves_the_others_alone(tiny: Path) -> None:
     engine = EmbeddingEngine(tiny, recipe="bf16")
     engine.embed(call(1, 3, 3))
     for wrong in (
-        Call(2, []),
-        Call(3, [[5], []]),
-        Call(4, [[5], [10**6]]),
-        Call(5, [[5] * 25]),
-        Call(6, [[5]], None, 65),
+        EncodingCall(2, []),
+        EncodingCall(3, [[5], []]),
+        EncodingCall(4, [[5], [10**6]]),
+        EncodingCall(5, [[5] * 25]),
+        EncodingCall(6, [[5]], None, 65),
     ):
         with pytest.raises(RequestError):
             engine.embed(wrong)

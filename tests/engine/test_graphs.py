@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.graphs import sizes_up_to
+from fp8serve.engine.step import sizes_up_to
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling
 

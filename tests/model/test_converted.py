@@ -20,7 +20,7 @@ from fp8serve.fp8 import ops
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import Recipe
 from fp8serve.model.checkpoint import load_scales, load_servable, load_trainable
-from fp8serve.model.restoring import restore_scaling
+from fp8serve.model.converted import restore_scaling
 from tests.model.oracle import all_logits, make_model, write_tokenizer
 
 RECIPE = DelayedScaling(amax_history_len=4)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8serve.model.storage.mapped import map_file, release_pages
+from fp8serve.model.storage.shards import map_file, release_pages
 
 SIZE = 8 << 20
 SMAPS = Path("/proc/self/smaps")

@@ -140,9 +140,9 @@ def test_a_file_that_expands_is_refused_before_its_values_are_made(kind: str, tm
 
 READ = """
 from fp8serve.errors import DataError
-from fp8serve.model.text import parquet
+from fp8serve.model.text import tables
 from fp8serve.model.text.examples import read_examples
-parquet.MEMORY = 256 << 20
+tables.MEMORY = 256 << 20
 try:
     print(len(list(read_examples(["a.parquet"]))))
 except DataError as error:

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from fp8serve.fp8.recipe import HeadDtype, Recipe, from_name
-from fp8serve.model.checkpoint import load_servable
-from fp8serve.model.reading import load_reader
+from fp8serve.model.checkpoint import load_reader, load_servable
 from fp8serve.model.resident import resident
 from tests.compatibility.cases import NAMES, make
 

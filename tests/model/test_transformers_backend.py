@@ -21,7 +21,7 @@ from fp8serve.inspection import inspect
 from fp8serve.model.checkpoint import load_servable, open_checkpoint
 from fp8serve.model.config.decoder import parse_config, read_config
 from fp8serve.model.config.either import COMPUTED_BY
-from fp8serve.model.transformers_backend import check
+from fp8serve.model.transformers_backend import trial as check
 from fp8serve.model.transformers_backend.experts import TESTED
 from tests.compatibility.cases import BY_TRANSFORMERS, make
 from tests.model.oracle import SIZES, all_logits, class_of, make_random, write_tokenizer
@@ -117,7 +117,7 @@ def test_a_class_whose_files_hold_buffers_is_refused(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(mlp, "__init__", with_buffer)
     make("helium", tmp_path)
-    with pytest.raises(ModelError, match=r"keeps \S+\.mlp\.limit in its files, which is no weight"):
+    with pytest.raises(ModelError, match=r"\S+\.mlp\.limit is a buffer in the checkpoint, which the transformers"):
         load_servable(tmp_path, "bf16")
 
 

@@ -12,7 +12,7 @@ from fp8serve.calibration.pipeline import calibrate
 from fp8serve.errors import ModelError
 from fp8serve.fp8.recipe import from_name
 from fp8serve.model.checkpoint import load_servable, open_checkpoint
-from fp8serve.model.verify.report import verify
+from fp8serve.model.verify import verify
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.trainer import Trainer
 from tests.compatibility.cases import make

@@ -163,7 +163,7 @@ def parse_config(
     windows, latent = _windows(get, layers, where), latent_of(get)
     attention = latent_attention(get, latent) if latent else _attention(get, _head_dim(get, where), where)
     head_dim = attention["head_dim"]
-    turned = latent.turned if latent else rotary_dim(get, head_dim)
+    turned = latent.rope if latent else rotary_dim(get, head_dim)
     return ModelConfig(
         architecture=family.architecture,
         model_type=str(raw["model_type"]),
@@ -270,18 +270,18 @@ def _attention(get: Reader, head_dim: int, where: str) -> dict[str, Any]:
 
 def _softmax_scale(get: Reader, head_dim: int) -> float:
     """Granite's file has the factor; Gemma's has the number that replaces `head_dim` in 1 / sqrt(head_dim)."""
-    given = get.optional_number("attention_multiplier")
-    if given is not None:
-        return given
+    multiplier = get.optional_number("attention_multiplier")
+    if multiplier is not None:
+        return multiplier
     return float((get.optional_number("query_pre_attn_scalar") or head_dim) ** -0.5)
 
 
 def _multipliers(get: Reader) -> dict[str, Any]:
     """The factors of embeddings, the residual and the logits."""
     by_width = get.family.sqrt_embedding
-    given = get.optional_number("embedding_multiplier") or 1.0
+    multiplier = get.optional_number("embedding_multiplier") or 1.0
     return {
-        "embedding_scale": get.positive("hidden_size") ** 0.5 if by_width else given,
+        "embedding_scale": get.positive("hidden_size") ** 0.5 if by_width else multiplier,
         "rounds_embedding_scale": by_width,
         "residual_scale": get.optional_number("residual_multiplier") or 1.0,
         "logits_divisor": get.optional_number("logits_scaling") or 1 / (get.optional_number("logit_scale") or 1.0),
@@ -293,11 +293,11 @@ def _activation(get: Reader, where: str) -> Activation:
     """Where a family has `hidden_activation` it takes precedence: old files of Gemma name another in `hidden_act`."""
     key = "hidden_act" if get("hidden_activation") is None else "hidden_activation"
     table = _GATED if get.family.gated else _UNGATED
-    found = table.get(get(key)) if isinstance(get(key), str) else None
-    if found is None:
+    activation = table.get(get(key)) if isinstance(get(key), str) else None
+    if activation is None:
         known, whose = " and ".join(repr(name) for name in table), get.family.architecture
         raise ModelError(f"{where}: {key} is {shown(get(key))}; of {whose} this decoder computes {known}.")
-    return found
+    return activation
 
 
 def computed_by_note(config: ModelConfig) -> tuple[str, ...]:
@@ -317,10 +317,10 @@ def is_without_family(raw: Mapping[str, Any]) -> bool:
 def _family(raw: Mapping[str, Any], where: str) -> Family:
     family, names = FAMILIES.get(str(raw.get("model_type"))), raw.get("architectures")
     if family is None or (names and names not in _spelled(family)):
-        found = names[0] if isinstance(names, list) and names else raw.get("model_type")
+        name = names[0] if isinstance(names, list) and names else raw.get("model_type")
         known = ", ".join(f.architecture for f in FAMILIES.values())
         more = "" if family else "; pip install 'fp8serve[transformers]' lets transformers' own classes compute others"
-        raise ModelError(f"{where}: the architecture {shown(found)} is not supported; supported are {known}{more}.")
+        raise ModelError(f"{where}: the architecture {shown(name)} is not supported; supported are {known}{more}.")
     return family
 
 

@@ -24,6 +24,17 @@ _MODERN = frozenset({
     "classifier_bias", "classifier_activation", "deterministic_flash_attn", "sparse_prediction",
     "sparse_pred_ignore_index", "reference_compile", "repad_logits_with_grad", "layer_norm_eps",
 })  # fmt: skip
+EncoderActivation = Literal["gelu", "gelu_tanh"]
+ScoreActivation = Literal["none", "sigmoid", "softmax"]
+_ACTIVATIONS: dict[Any, EncoderActivation] = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+_MOST = {"num_hidden_layers": 2_000, "num_attention_heads": 2**16}
+_HONOURED = frozenset({
+    "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "max_position_embeddings", "type_vocab_size", "layer_norm_eps", "hidden_act", "dtype",
+    "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "tie_word_embeddings",
+})  # fmt: skip
+OF_HEADS = frozenset({"sentence_transformers", "sbert_ce_default_activation_function"})
+_SCORES: dict[str, ScoreActivation] = {"Identity": "none", "Sigmoid": "sigmoid"}
 
 
 def _layer_windows(raw: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, ...]:
@@ -57,12 +68,6 @@ def _theta(raw: Mapping[str, Any], kind: str, where: str) -> float:
     return positive_number(rope.get("rope_theta", raw.get(key)), key, where, usual)
 
 
-EncoderActivation = Literal["gelu", "gelu_tanh"]
-ScoreActivation = Literal["none", "sigmoid", "softmax"]
-_ACTIVATIONS: dict[Any, EncoderActivation] = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-_MOST = {"num_hidden_layers": 2_000, "num_attention_heads": 2**16}
-
-
 @dataclass(frozen=True)
 class EncoderFamily:
     """architecture: of the model without a head. prefix: of its tensors in files that were saved with a head.
@@ -89,13 +94,6 @@ ENCODERS: dict[str, EncoderFamily] = {
         "XLMRobertaModel", "XLMRobertaForSequenceClassification", "roberta.", counts_from_pad=True
     ),
 }
-_HONOURED = frozenset({
-    "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-    "num_attention_heads", "max_position_embeddings", "type_vocab_size", "layer_norm_eps", "hidden_act", "dtype",
-    "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "tie_word_embeddings",
-})  # fmt: skip
-OF_HEADS = frozenset({"sentence_transformers", "sbert_ce_default_activation_function"})
-_SCORES: dict[str, ScoreActivation] = {"Identity": "none", "Sigmoid": "sigmoid"}
 
 
 @dataclass(frozen=True)
@@ -161,6 +159,7 @@ def parse_encoder_config(raw: Mapping[str, Any], where: str = "config.json") -> 
     if hidden % heads:
         raise ModelError(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}.")
     layers, is_modern = _whole(raw, "num_hidden_layers", where), family.is_modern
+    eps = "norm_eps" if is_modern else "layer_norm_eps"
     head = head_of(raw, where) if raw.get("architectures") == [family.classifier] else None
     rows, first = _whole(raw, "max_position_embeddings", where), _first_position(raw, family, where)
     if rows <= first:
@@ -180,24 +179,20 @@ def parse_encoder_config(raw: Mapping[str, Any], where: str = "config.json") -> 
         layer_windows=_layer_windows(raw, layers, where) if is_modern else (),
         layer_thetas=_layer_thetas(raw, layers, where) if is_modern else (),
         type_vocab_size=1 if is_modern else _whole({"type_vocab_size": 2} | dict(raw), "type_vocab_size", where),
-        layer_norm_eps=_eps(raw, "norm_eps" if is_modern else "layer_norm_eps", 1e-5 if is_modern else 1e-12, where),
+        layer_norm_eps=positive_number(raw.get(eps), eps, where, 1e-5 if is_modern else 1e-12),
         activation=_activation(raw, where),
         dtype=_dtype(raw, where),
         head=head,
     )
 
 
-def _eps(raw: Mapping[str, Any], key: str, usual: float, where: str) -> float:
-    return positive_number(raw.get(key), key, where, usual)
-
-
 def _refuse(raw: Mapping[str, Any], family: EncoderFamily, where: str) -> None:
     names = raw.get("architectures")
     known = [name for name in (family.architecture, family.classifier, family.pretrained) if name]
     if names and names not in [[name] for name in known]:
-        found = names[0] if isinstance(names, list) else names
+        class_name = names[0] if isinstance(names, list) else names
         raise ModelError(
-            f"{where}: the architecture {shown(found)} is not supported; of this family {' and '.join(known)} "
+            f"{where}: the architecture {shown(class_name)} is not supported; of this family {' and '.join(known)} "
             f"{'are' if len(known) > 1 else 'is'}."
         )
     honoured = _MODERN if family.is_modern else _HONOURED
@@ -220,8 +215,8 @@ def head_of(raw: Mapping[str, Any], where: str) -> Head:
     if not isinstance(named, dict) or not named or sorted(named) != sorted(map(str, range(len(named)))):
         raise ModelError(f"{where}: id2label is {shown(named)} where a name for each of 0, 1, 2, ... was expected.")
     labels = tuple(str(named[str(i)]) for i in range(len(named)))
-    said = raw.get("sentence_transformers") or {}
-    name = said.get("activation_fn") if isinstance(said, dict) else said
+    settings = raw.get("sentence_transformers") or {}
+    name = settings.get("activation_fn") if isinstance(settings, dict) else settings
     name = name or raw.get("sbert_ce_default_activation_function")
     if name is None:
         return Head(labels, _usual_activation(raw.get("problem_type"), len(labels)))

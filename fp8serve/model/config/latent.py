@@ -13,14 +13,14 @@ class Latent:
     """The sizes of latent attention, in elements.
 
     q_rank: size of the vector from which queries are projected; None: they are projected from the layer's input. rank:
-    size of the vector from which keys and values are projected. still, turned: elements of a head without and with
+    size of the vector from which keys and values are projected. nope, rope: elements of a head without and with
     rotary position. value: elements of a head's value.
     """
 
     q_rank: int | None
     rank: int
-    still: int
-    turned: int
+    nope: int
+    rope: int
     value: int
 
 
@@ -28,20 +28,20 @@ def latent_of(get: Reader) -> Latent | None:
     """The latent attention of the family that `get` reads; None if it has none."""
     if not get.family.latent:
         return None
-    found = Latent(
+    latent = Latent(
         None if get("q_lora_rank") is None else get.positive("q_lora_rank"),
         get.positive("kv_lora_rank"),
         get.positive("qk_nope_head_dim"),
         get.positive("qk_rope_head_dim"),
         get.positive("v_head_dim"),
     )
-    for key, size in {"kv_lora_rank": found.rank, "qk_rope_head_dim": found.turned}.items():
+    for key, size in {"kv_lora_rank": latent.rank, "qk_rope_head_dim": latent.rope}.items():
         if size % 2:
             raise get.complain(key, size, "an even number")
-    for key, size in {"qk_head_dim": found.still + found.turned, "head_dim": found.turned}.items():
+    for key, size in {"qk_head_dim": latent.nope + latent.rope, "head_dim": latent.rope}.items():
         if get.raw.get(key) not in (None, size):
             raise get.complain(key, get.raw[key], str(size))
-    return found
+    return latent
 
 
 def latent_attention(get: Reader, latent: Latent) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def latent_attention(get: Reader, latent: Latent) -> dict[str, Any]:
     return {
         "num_heads": heads,
         "num_kv_heads": 1,
-        "head_dim": latent.rank + latent.turned,
+        "head_dim": latent.rank + latent.rope,
         "attention_bias": bias,
         "attention_out_bias": bias,
         "qk_norm": False,
@@ -64,4 +64,4 @@ def _softmax_scale(get: Reader, latent: Latent) -> float:
     `mscale_all_dim`."""
     factor, mscale = yarn_parameters(get)
     stretched = 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-    return float((latent.still + latent.turned) ** -0.5 * stretched * stretched)
+    return float((latent.nope + latent.rope) ** -0.5 * stretched * stretched)

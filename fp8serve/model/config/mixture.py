@@ -7,7 +7,7 @@ from fp8serve.model.config.family import MixtureNames
 from fp8serve.model.config.reader import Reader
 
 CORRECTION = "e_score_correction_bias"
-_KEPT = (f".{CORRECTION}", ".act_fn.beta", ".act_fn.eps")  # the last two are constants of xIELU
+_FP32_SUFFIXES = (f".{CORRECTION}", ".act_fn.beta", ".act_fn.eps")  # the last two are constants of xIELU
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Routing:
 
     scale: float
     groups: int
-    kept: int
+    chosen_groups: int
     sigmoid: bool
 
 
@@ -54,7 +54,7 @@ class Experts:
 
 def keeps_fp32(name: str) -> bool:
     """Whether the parameter of this name stays in FP32 whatever the type of the others, and is not trained."""
-    return name.endswith(_KEPT)
+    return name.endswith(_FP32_SUFFIXES)
 
 
 def experts_of(get: Reader, layers: int) -> Experts | None:
@@ -67,7 +67,7 @@ def experts_of(get: Reader, layers: int) -> Experts | None:
         raise get.complain("experts_per_token", get("experts_per_token"), f"{chosen}, as num_experts_per_tok,")
     if chosen > count:
         raise get.complain("num_experts_per_tok", chosen, f"at most the {count} experts")
-    found = Experts(
+    experts = Experts(
         names=mixture.names,
         count=count,
         per_token=chosen,
@@ -83,7 +83,7 @@ def experts_of(get: Reader, layers: int) -> Experts | None:
         routing=None if mixture.sigmoid is None else _routing(get, mixture.sigmoid, count, chosen),
         closeness=_closeness(get, chosen) if mixture.sparsemixer else None,
     )
-    return found if found.layers else None
+    return experts if experts.layers else None
 
 
 def _count(get: Reader) -> int:
@@ -119,18 +119,18 @@ def _shared_size(get: Reader) -> int | None:
 
 def _routing(get: Reader, sigmoid: bool, count: int, chosen: int) -> Routing:
     """`topk_method` says whether V2 has groups; V3 always has them."""
-    groups = kept = 1
+    groups = chosen_groups = 1
     if sigmoid or get("topk_method") == "group_limited_greedy":
-        groups, kept = get.positive("n_group", 1), get.positive("topk_group", 1)
+        groups, chosen_groups = get.positive("n_group", 1), get.positive("topk_group", 1)
     elif get("topk_method") != "greedy":
         raise get.complain("topk_method", get("topk_method"), "'greedy' or 'group_limited_greedy'")
     if count % groups:
         raise get.complain("n_group", groups, f"a divisor of the {count} experts")
     if sigmoid and count // groups < 2:
         raise get.complain("n_group", groups, f"a number that leaves two of the {count} experts in a group")
-    if kept > groups or kept * (count // groups) < chosen:
-        raise get.complain("topk_group", kept, f"at most n_group {groups} and room for {chosen} experts")
-    return Routing(get.number("routed_scaling_factor"), groups, kept, sigmoid)
+    if chosen_groups > groups or chosen_groups * (count // groups) < chosen:
+        raise get.complain("topk_group", chosen_groups, f"at most n_group {groups} and room for {chosen} experts")
+    return Routing(get.number("routed_scaling_factor"), groups, chosen_groups, sigmoid)
 
 
 def _closeness(get: Reader, chosen: int) -> float:

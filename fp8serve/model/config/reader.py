@@ -80,6 +80,9 @@ _HARMLESS_AT: dict[str, tuple[Any, ...]] = {
     "norm_type": ("rmsnorm", "rms_norm", None),
     "position_embedding_type": ("rope", "rotary", None),
 }
+# Sizes that no model exceeds, so that a hostile size is refused before a module or a list of that size is made.
+MOST = {"num_hidden_layers": 2_000, "num_attention_heads": 2**16, "num_key_value_heads": 2**16, "head_dim": 2**16}
+_LARGEST = 1e38  # of a number that is computed with in FP32
 
 
 def is_harmless(key: str, value: Any) -> bool:
@@ -87,11 +90,6 @@ def is_harmless(key: str, value: Any) -> bool:
     if key in _HARMLESS or key.startswith("_"):
         return True
     return value in _HARMLESS_AT.get(key, (None, False, [], {}, ""))
-
-
-# Sizes that no model exceeds, so that a hostile size is refused before a module or a list of that size is made.
-MOST = {"num_hidden_layers": 2_000, "num_attention_heads": 2**16, "num_key_value_heads": 2**16, "head_dim": 2**16}
-_LARGEST = 1e38  # of a number that is computed with in FP32
 
 
 class Reader:
@@ -185,9 +183,9 @@ class Fields:
 
     def objects(self, key: str) -> "list[Fields]":
         """The objects in an object, whatever their names; empty when there is none."""
-        if (found := self.object(key)) is None:
+        if (fields := self.object(key)) is None:
             return []
-        return [Fields(v, f"{found.where}.{shown(k)}", self._error) for k, v in found._values.items()]
+        return [Fields(v, f"{fields.where}.{shown(k)}", self._error) for k, v in fields._values.items()]
 
     def anything(self, key: str, default: Any = None) -> Any:
         """For values that are compared only, and quoted by `shown`."""

@@ -66,24 +66,24 @@ def layer_ropes(
 ) -> tuple[Rope | None, ...]:
     """The rotary position of every layer; None: its queries and keys are not rotated."""
     everywhere, local = _ropes(get, max_len, rotary_dim)
-    found = [everywhere if window is None else local for window in layer_windows]
-    return tuple(rope if used else None for rope, used in zip(found, _with_rope(get, layer_windows), strict=True))
+    ropes = [everywhere if window is None else local for window in layer_windows]
+    return tuple(rope if used else None for rope, used in zip(ropes, _with_rope(get, layer_windows), strict=True))
 
 
 def yarn_parameters(get: Reader) -> tuple[float, float]:
     """(factor, mscale_all_dim) of stretched rotary frequencies; (1, 1) where no such factor is given."""
-    given = _given(get)[0]
-    is_plain = given.get("rope_type", given.get("type", "default")) == "default"
-    if is_plain or not given.get("mscale_all_dim"):
+    parameters = _rope_parameters(get)[0]
+    is_plain = parameters.get("rope_type", parameters.get("type", "default")) == "default"
+    if is_plain or not parameters.get("mscale_all_dim"):
         return 1.0, 1.0
-    return _number(given, "factor", get.where), _number(given, "mscale_all_dim", get.where)
+    return _number(parameters, "factor", get.where), _number(parameters, "mscale_all_dim", get.where)
 
 
 def rotary_dim(get: Reader, head_dim: int) -> int:
     """How many elements of a head are rotated, from the first on."""
-    key, (whole, windowed) = "partial_rotary_factor", _given(get)
+    key, (whole, windowed) = "partial_rotary_factor", _rope_parameters(get)
     own = 1.0 if get(key) is None else get(key)
-    parts = sorted({positive_number(given.get(key), key, get.where, own) for given in (whole, windowed or whole)})
+    parts = sorted({positive_number(rope.get(key), key, get.where, own) for rope in (whole, windowed or whole)})
     turned = int(head_dim * parts[0])
     if parts == [1.0]:
         return head_dim
@@ -97,33 +97,33 @@ def rotary_dim(get: Reader, head_dim: int) -> int:
 
 def query_scaling(get: Reader, max_len: int) -> QueryScaling | None:
     """`llama_4_scaling_beta` of the rotary parameters, where the family has it."""
-    given = _given(get)[0]
-    beta = given.get("llama_4_scaling_beta") if get.family.scales_queries else None
+    parameters = _rope_parameters(get)[0]
+    beta = parameters.get("llama_4_scaling_beta") if get.family.scales_queries else None
     if beta is None:
         return None
     original = positive_number(
-        given.get("original_max_position_embeddings"), "rope original_max_position_embeddings", get.where, max_len
+        parameters.get("original_max_position_embeddings"), "rope original_max_position_embeddings", get.where, max_len
     )
     return QueryScaling(positive_number(beta, "llama_4_scaling_beta", get.where), int(original))
 
 
-def _given(get: Reader) -> tuple[dict[str, Any], dict[str, Any]]:
+def _rope_parameters(get: Reader) -> tuple[dict[str, Any], dict[str, Any]]:
     """The parameters of layers that see the whole context, and of those with a window where the file distinguishes
     them."""
     where, new, old = get.where, get.raw.get("rope_parameters"), get.raw.get("rope_scaling")
     if new and old and _scaling_of(new) != _scaling_of(old):
         raise ModelError(f"{where}: rope_parameters and rope_scaling contradict each other; take one of them out.")
     _check_theta(get, new)
-    given = new or old or get.family.defaults.get("rope_parameters")
-    given = given or {}
-    by_type = isinstance(given, dict) and any(isinstance(value, dict) for value in given.values())
-    if not isinstance(given, dict) or (by_type and get.family.local_theta is None):
+    parameters = new or old or get.family.defaults.get("rope_parameters")
+    parameters = parameters or {}
+    by_type = isinstance(parameters, dict) and any(isinstance(value, dict) for value in parameters.values())
+    if not isinstance(parameters, dict) or (by_type and get.family.local_theta is None):
         raise ModelError(f"{where}: rotary parameters per layer type are not supported for {get.family.architecture}.")
     if not by_type:
-        return given, {}
-    if set(given) - {"full_attention", "sliding_attention"} or "full_attention" not in given:
+        return parameters, {}
+    if set(parameters) - {"full_attention", "sliding_attention"} or "full_attention" not in parameters:
         raise ModelError(f"{where}: rope_parameters must be of full_attention and sliding_attention.")
-    return _object(given["full_attention"], where), _object(given.get("sliding_attention") or {}, where)
+    return _object(parameters["full_attention"], where), _object(parameters.get("sliding_attention") or {}, where)
 
 
 def _check_theta(get: Reader, new: Any) -> None:
@@ -138,22 +138,22 @@ def _check_theta(get: Reader, new: Any) -> None:
         )
 
 
-def _scaling_of(given: Any) -> Any:
+def _scaling_of(parameters: Any) -> Any:
     """What transformers 4 wrote as `rope_scaling`, with the name that 5 has for its type."""
-    if not isinstance(given, dict):
-        return given
-    return {"rope_type" if key == "type" else key: value for key, value in given.items() if key != "rope_theta"}
+    if not isinstance(parameters, dict):
+        return parameters
+    return {"rope_type" if key == "type" else key: value for key, value in parameters.items() if key != "rope_theta"}
 
 
-def _object(given: Any, where: str) -> dict[str, Any]:
-    if not isinstance(given, dict):
-        raise ModelError(f"{where}: rotary parameters are {shown(given)} where an object was expected.")
-    return given
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ModelError(f"{where}: rotary parameters are {shown(value)} where an object was expected.")
+    return value
 
 
 def _ropes(get: Reader, max_len: int, rotary_dim: int) -> tuple[Rope, Rope]:
     """The rotary position of layers that see the whole context, and of layers with a window."""
-    whole, windowed = _given(get)
+    whole, windowed = _rope_parameters(get)
     everywhere = _rope(get, whole, _theta(get, "rope_theta"), max_len, rotary_dim)
     if get.family.local_theta is None:
         return everywhere, everywhere
@@ -191,10 +191,10 @@ _MSCALES = ("short_mscale", "long_mscale")
 _QUERIES = ("llama_4_scaling_beta", "original_max_position_embeddings", "max_position_embeddings")
 
 
-def _rope(get: Reader, given: Mapping[str, Any], theta: Any, max_len: int, rotary_dim: int) -> Rope:
+def _rope(get: Reader, parameters: Mapping[str, Any], theta: Any, max_len: int, rotary_dim: int) -> Rope:
     """`given` is the object of the file; `theta` is the base if that names none."""
     where = get.where
-    rope = {k: v for k, v in given.items() if v is not None and k not in _ELSEWHERE}
+    rope = {k: v for k, v in parameters.items() if v is not None and k not in _ELSEWHERE}
     base = positive_number(rope.pop("rope_theta", theta), "rope_theta", where)
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     rope.pop("type", None)
@@ -228,10 +228,10 @@ def _long_rope(get: Reader, rope: Mapping[str, Any], max_len: int, rotary_dim: i
 
 
 def _factors(rope: Mapping[str, Any], key: str, count: int, where: str) -> tuple[float, ...]:
-    found = rope.get(key)
-    if not isinstance(found, list) or len(found) != count:
-        raise ModelError(f"{where}: rope {key} is {shown(found)} where a list of {count} numbers was expected.")
-    return tuple(positive_number(value, f"rope {key}", where) for value in found)
+    factors = rope.get(key)
+    if not isinstance(factors, list) or len(factors) != count:
+        raise ModelError(f"{where}: rope {key} is {shown(factors)} where a list of {count} numbers was expected.")
+    return tuple(positive_number(value, f"rope {key}", where) for value in factors)
 
 
 def _number(rope: Mapping[str, Any], key: str, where: str, default: Any = None) -> float:

@@ -24,12 +24,12 @@ def modules_of(model_dir: Path | str) -> dict[str, str]:
         return {}
     try:
         rows = json.loads(read_text(path, MAX_CARRIED_BYTES), object_pairs_hook=no_duplicates)
-        found = {str(row["type"]).rpartition(".")[2]: str(row["path"]) for row in rows}
+        paths = {str(row["type"]).rpartition(".")[2]: str(row["path"]) for row in rows}
     except (ValueError, RecursionError, KeyError, TypeError):
         raise ModelError(f"{path} is not a list of modules with a type and a path.") from None
-    if len(found) < len(rows):
-        raise ModelError(f"{path} lists two modules of one type among {', '.join(found)}, which is not computed here.")
-    return found
+    if len(paths) < len(rows):
+        raise ModelError(f"{path} lists two modules of one type among {', '.join(paths)}, which is not computed here.")
+    return paths
 
 
 def one_folder(folder: str, module: str, model_dir: Path) -> str:

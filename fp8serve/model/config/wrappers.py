@@ -58,8 +58,8 @@ def text_part(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     name, (usual, *others) = WRAPPERS[raw["model_type"]]
     text = raw.get("text_config")
     if raw.get("architectures") not in (None, [name]) or not isinstance(text, Mapping):
-        found = raw.get("architectures") if isinstance(text, Mapping) else text
-        raise ModelError(f"{where} is not that of {name} with a text_config; it says {shown(found)}.")
+        architectures = raw.get("architectures") if isinstance(text, Mapping) else text
+        raise ModelError(f"{where} is not that of {name} with a text_config; it says {shown(architectures)}.")
     kind = text.get("model_type") or usual
     if kind not in (usual, *others):
         raise ModelError(f"{where}: the text_config of {name} is of the type {shown(kind)}, which is not supported.")

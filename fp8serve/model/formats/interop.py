@@ -149,10 +149,10 @@ def read_quantization(model_dir: Path, raw_config: Mapping[str, Any]) -> Quantiz
         return _modelopt(Fields(read_json(side_car).get("quantization") or {}, f"{side_car}: quantization"))
     if config is None:
         return None
-    found = config.get("quant_method") if isinstance(config, dict) else config
-    reader = _READERS.get(found) if isinstance(found, str) else None
+    method = config.get("quant_method") if isinstance(config, dict) else config
+    reader = _READERS.get(method) if isinstance(method, str) else None
     if reader is None or not isinstance(config, dict):
-        raise ModelError(f"{model_dir} is quantized by {shown(found)}; supported are {', '.join(_READERS)}.")
+        raise ModelError(f"{model_dir} is quantized by {shown(method)}; supported are {', '.join(_READERS)}.")
     return reader(Fields(config, f"{model_dir / 'config.json'}: quantization_config"))
 
 
@@ -284,8 +284,8 @@ _READERS = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "fbgemm_fp8"
             "mxfp8": _mx, "mxfp4": _mx, torchao.METHOD: _torchao}  # fmt: skip
 
 
-def _unsupported(producer: str, what: str, found: Any) -> ModelError:
-    return ModelError(f"The checkpoint is quantized by {producer} with {what} {shown(found)}, which is not supported.")
+def _unsupported(producer: str, what: str, value: Any) -> ModelError:
+    return ModelError(f"The checkpoint is quantized by {producer} with {what} {shown(value)}, which is not supported.")
 
 
 def weight_scale_inv(name: str, stored: Tensor, rows: int, cols: int) -> Tensor:

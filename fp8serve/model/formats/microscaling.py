@@ -33,14 +33,14 @@ class Widened(Shards):
     """Shards in which the tensors in `made` are computed when they are read."""
 
     def __init__(
-        self, stored: Shards, entries: dict[str, StoredTensor], made: Mapping[str, Callable[[], Tensor]]
+        self, stored: Shards, entries: dict[str, StoredTensor], computed: Mapping[str, Callable[[], Tensor]]
     ) -> None:
         super().__init__(entries, stored.metadata)
-        self.stored, self.made = stored, made
+        self.stored, self.computed = stored, computed
 
     def __getitem__(self, name: str) -> Tensor:
-        make = self.made.get(name)
-        return self.stored[name] if make is None else make()
+        compute = self.computed.get(name)
+        return self.stored[name] if compute is None else compute()
 
     def check_exponents(self) -> None:
         """ModelError: a block of numbers is NaN, or too large for BF16. Reads the exponents alone."""
@@ -52,21 +52,21 @@ class Widened(Shards):
 
 def widened(shards: Shards) -> Shards:
     """The same tensors with every MX weight as BF16, under the name `P.weight`, and without its scales."""
-    entries, made = dict(shards.entries), dict[str, Callable[[], Tensor]]()
+    entries, computed = dict(shards.entries), dict[str, Callable[[], Tensor]]()
     for key, scale in pairs(shards.entries).items():
         rows, columns = shards.entries[scale].shape
         name = key.removesuffix("_packed")
         described = replace(entries.pop(key), dtype=torch.bfloat16, shape=(rows, columns * BLOCK), note=None)
         entries.pop(scale)
-        entries[name], made[name] = described, _maker(shards, key, scale)
-    return Widened(shards, entries, made) if made else shards
+        entries[name], computed[name] = described, _maker(shards, key, scale)
+    return Widened(shards, entries, computed) if computed else shards
 
 
 def pairs(entries: Mapping[str, StoredTensor]) -> dict[str, str]:
     """The key of every MX weight's scales, by the key of the weight."""
     keys = [key for key in entries if key.endswith((".weight", ".weight_packed"))]
-    found = {key: _scale_of(key, entries) for key in keys}
-    return {key: scale for key, scale in found.items() if scale is not None}
+    scales = {key: _scale_of(key, entries) for key in keys}
+    return {key: scale for key, scale in scales.items() if scale is not None}
 
 
 def widened_note(shards: Shards) -> tuple[str, ...]:
@@ -74,8 +74,8 @@ def widened_note(shards: Shards) -> tuple[str, ...]:
     if not isinstance(shards, Widened):
         return ()
     return (
-        f"{len(shards.made)} weights, {next(iter(shards.made))} among them, are in MX blocks of {BLOCK} and run in "
-        "BF16, which holds them exactly; for FP8 calibrate the model, or serve with --recipe rowwise or block.",
+        f"{len(shards.computed)} weights, {next(iter(shards.computed))} among them, are in MX blocks of {BLOCK} and "
+        "run in BF16, which holds them exactly; for FP8 calibrate the model, or serve with --recipe rowwise or block.",
     )
 
 

@@ -62,24 +62,24 @@ def read_config(directory: Path) -> PeftConfig:
     """The adapter_config.json of `directory`. ModelError: there is none, or it needs a feature that is not
     supported."""
     path = directory / CONFIG
-    found = read_json(path)
-    if found.get("peft_type") != "LORA":
-        raise ModelError(f"{path} is of the method {shown(found.get('peft_type'))}; adapters here are LoRA and DoRA.")
+    config = read_json(path)
+    if config.get("peft_type") != "LORA":
+        raise ModelError(f"{path} is of the method {shown(config.get('peft_type'))}; adapters here are LoRA and DoRA.")
     for name, silent in _UNUSED.items():
-        if name in found and found[name] not in silent:
-            raise ModelError(f"{path} has {name}={shown(found[name])}, which is not supported; train without it.")
-    start = found.get("init_lora_weights", True)
+        if name in config and config[name] not in silent:
+            raise ModelError(f"{path} has {name}={shown(config[name])}, which is not supported; train without it.")
+    start = config.get("init_lora_weights", True)
     if isinstance(start, str) and start.lower().startswith(_MOVING):
         raise ModelError(
             f"{path} began with {start}, which changes the base's weights; convert it to a plain LoRA with peft."
         )
     return PeftConfig(
-        rank=_rank(path, "r", found.get("r")),
-        alpha=_number(path, "lora_alpha", found.get("lora_alpha")),
-        rslora=_switch(path, "use_rslora", found),
-        dora=_switch(path, "use_dora", found),
-        ranks={n: _rank(path, f"rank_pattern {n}", v) for n, v in _patterns(path, "rank_pattern", found).items()},
-        alphas={n: _number(path, f"alpha_pattern {n}", v) for n, v in _patterns(path, "alpha_pattern", found).items()},
+        rank=_rank(path, "r", config.get("r")),
+        alpha=_number(path, "lora_alpha", config.get("lora_alpha")),
+        rslora=_switch(path, "use_rslora", config),
+        dora=_switch(path, "use_dora", config),
+        ranks={n: _rank(path, f"rank_pattern {n}", v) for n, v in _patterns(path, "rank_pattern", config).items()},
+        alphas={n: _number(path, f"alpha_pattern {n}", v) for n, v in _patterns(path, "alpha_pattern", config).items()},
     )
 
 
@@ -95,16 +95,16 @@ def _number(path: Path, name: str, value: Any) -> float:
     return float(value)
 
 
-def _switch(path: Path, name: str, found: Mapping[str, Any]) -> bool:
-    value = found.get(name, False)
+def _switch(path: Path, name: str, config: Mapping[str, Any]) -> bool:
+    value = config.get(name, False)
     if not isinstance(value, bool):
         raise ModelError(f"{path}: {name} must be true or false, found {shown(value)}.")
     return value
 
 
-def _patterns(path: Path, name: str, found: Mapping[str, Any]) -> Mapping[str, Any]:
+def _patterns(path: Path, name: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Values by the names of modules. Regular expressions are not run: a hostile one may take forever."""
-    values = found.get(name) or {}
+    values = config.get(name) or {}
     if not isinstance(values, dict) or not all(_PLAIN.fullmatch(key) for key in values):
         raise ModelError(
             f"{path}: {name} must map names of modules; patterns are not supported, found {shown(values)}."

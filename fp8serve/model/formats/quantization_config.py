@@ -24,16 +24,16 @@ def quantization_files(
     format_: str,
     recipe: Recipe,
     kv_cache: bool,
-    kept: Sequence[str] = (),
+    high_precision: Sequence[str] = (),
     matrices: Mapping[str, Specs] = NOTHING,
 ) -> dict[str, Any]:
     """{"quantization_config": for config.json, further file names: their JSON}. ModelError: the format cannot express
     it.
 
-    kept: linears in high precision, routers among them, apart from the output layer. matrices: how the inputs and the
-    weight of each FP8 matrix that is not one of the recipe's layers are quantized, by name.
+    high_precision: linears that are not quantized, routers among them, apart from the output layer. matrices: how the
+    inputs and the weight of each FP8 matrix that is not one of the recipe's layers are quantized, by name.
     """
-    ignored = [name for name in (*IGNORED, *kept) if name not in matrices]
+    ignored = [name for name in (*IGNORED, *high_precision) if name not in matrices]
     if format_ not in FORMATS:
         raise ModelError(f"The format {format_!r} does not exist; choose one of {', '.join(FORMATS)}.")
     if format_ == "compressed-tensors":
@@ -137,8 +137,8 @@ def _fp8(recipe: Recipe, ignored: list[str]) -> dict[str, Any]:
 
 def _modelopt_algo(inputs: QuantSpec, weight: QuantSpec) -> str | None:
     """ModelOpt's name for linears that are quantized like this; None: it has none."""
-    asked = replace(inputs.at_rest(), scale_format="fp32"), weight.granularity
-    return next((algo for algo, known in MODELOPT.items() if known == asked), None)
+    schemes = replace(inputs.at_rest(), scale_format="fp32"), weight.granularity
+    return next((algo for algo, known in MODELOPT.items() if known == schemes), None)
 
 
 def _modelopt(recipe: Recipe, kv_cache: bool, ignored: list[str]) -> dict[str, Any]:

@@ -124,8 +124,8 @@ def _check_metadata(metadata: Mapping[str, str], path: Path) -> None:
     if metadata.get("format") != FORMAT:
         raise ScalesError(f"{path} is not a scales file of fp8serve: its format is {metadata.get('format')!r}.")
     if metadata.get("version") != VERSION:
-        found = metadata.get("version")
-        raise ScalesError(f"{path} is of version {found!r}; this fp8serve reads version {VERSION}: calibrate again.")
+        version = metadata.get("version")
+        raise ScalesError(f"{path} is of version {version!r}; this fp8serve reads version {VERSION}: calibrate again.")
     if set(metadata) != _METADATA:
         odd = sorted(set(metadata) ^ _METADATA)
         raise ScalesError(f"{path} lacks or has unknown metadata: {', '.join(odd)}.")
@@ -149,17 +149,17 @@ def _observations(text: str, path: Path) -> dict[str, Any]:
 
 
 def _tensors(tensors: Shards, path: Path) -> dict[str, TensorScale]:
-    found: dict[str, dict[str, Tensor]] = {}
+    by_key: dict[str, dict[str, Tensor]] = {}
     for name in tensors:
         key, _, kind = name.rpartition(".")
         if kind not in ("scale", "amax_history") or key.rpartition(".")[2] not in ROLES:
             raise ScalesError(f"{path} holds the unknown key {name!r}; it was not written by this fp8serve.")
         _check_layout(tensors, name, kind, path)
-        found.setdefault(key, {})[kind] = tensors[name].clone()
-    for key, parts in found.items():
+        by_key.setdefault(key, {})[kind] = tensors[name].clone()
+    for key, parts in by_key.items():
         if "scale" not in parts:
             raise ScalesError(f"{path} holds an amax history of {key} but no scale.")
-    return {key: TensorScale(parts["scale"], parts.get("amax_history")) for key, parts in found.items()}
+    return {key: TensorScale(parts["scale"], parts.get("amax_history")) for key, parts in by_key.items()}
 
 
 def _check_layout(tensors: Shards, name: str, kind: str, path: Path) -> None:
@@ -261,9 +261,9 @@ def _maths(model_dir: Path) -> dict[str, Any]:
     notes = {"dtype", "bos_token_id", "eos_token_ids", "layer_ropes"}
     if config.softmax_scale == config.head_dim**-0.5:
         notes.add("softmax_scale")
-    said = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in notes}
-    later = {f.name for f in fields(config) if said.get(f.name) == f.default}
-    return {name: _plain(value) for name, value in said.items() if name not in later} | _ropes(config)
+    values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in notes}
+    later = {f.name for f in fields(config) if values.get(f.name) == f.default}
+    return {name: _plain(value) for name, value in values.items() if name not in later} | _ropes(config)
 
 
 def _ropes(config: ModelConfig) -> dict[str, Any]:

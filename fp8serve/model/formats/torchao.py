@@ -46,13 +46,13 @@ def input_spec(quant_type: Any, refuse: Callable[[str, Any], ModelError]) -> Qua
     kind = whole.get("_type") if isinstance(whole, Mapping) else None
     if not isinstance(whole, Mapping) or kind not in (_WEIGHTS_ALONE, _DYNAMIC):
         raise refuse("quant_type", kind or quant_type)
-    said = whole.get("_data")
-    if not isinstance(said, Mapping):
+    data = whole.get("_data")
+    if not isinstance(data, Mapping):
         raise refuse("quant_type", whole)
     for key in ("activation_value_lb", "activation_value_ub"):
-        if said.get(key) is not None:
-            raise refuse(key, said[key])
-    return UNQUANTIZED if kind == _WEIGHTS_ALONE else _dynamic(said.get("granularity"), refuse)
+        if data.get(key) is not None:
+            raise refuse(key, data[key])
+    return UNQUANTIZED if kind == _WEIGHTS_ALONE else _dynamic(data.get("granularity"), refuse)
 
 
 def _dynamic(granularity: Any, refuse: Callable[[str, Any], ModelError]) -> QuantSpec:

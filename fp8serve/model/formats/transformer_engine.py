@@ -89,12 +89,11 @@ def _parse(data: bytes) -> ModuleState | None:
     extra = value.get("extra_fp8_variables", {})
     if not isinstance(extra, dict):
         raise ScalesError("Its extra_fp8_variables are not a dictionary.")
-    recipe = _recipe(value["recipe"]) if "recipe" in value else _recipe_of_1x(extra)
+    if "recipe" in value:
+        recipe = _recipe(value["recipe"])
+    else:  # 1.x
+        recipe = DelayedScaling(fp8_format=Format.E4M3 if extra.get("fp8_max_bwd") == 448 else Format.HYBRID)
     return None if recipe is None else _state(recipe, value, storages, extra)
-
-
-def _recipe_of_1x(extra: dict[str, Any]) -> DelayedScaling:
-    return DelayedScaling(fp8_format=Format.E4M3 if extra.get("fp8_max_bwd") == 448 else Format.HYBRID)
 
 
 def _recipe(value: Any) -> DelayedScaling | None:
@@ -130,38 +129,38 @@ def _format(value: Any) -> Format:
     """Enumerations are pickled by value, Format(_FormatHelper(448, 57344)), or in Python 3.11.0 to 3.11.3 by name."""
     match value:
         case Call(Global(module, "Format"), (Call(_, (int() | float() as forward, int() | float() as backward)),)):
-            found = _FORMATS.get((int(forward), int(backward))) if module == _RECIPES else None
+            result = _FORMATS.get((int(forward), int(backward))) if module == _RECIPES else None
         case Call(Global("builtins", "getattr"), (Global(module, "Format"), str(name))) if module == _RECIPES:
-            found = Format.__members__.get(name)
+            result = Format.__members__.get(name)
         case _:
-            found = None
-    if found is None:
+            result = None
+    if result is None:
         raise ScalesError("Its recipe has a format that is neither E4M3 nor HYBRID.")
-    return found
+    return result
 
 
 def _state(
     recipe: DelayedScaling, value: dict[str, Any], storages: Storages, extra: dict[str, Any]
 ) -> ModuleState | None:
-    found = {
+    tensors = {
         (name, part): tensor(value[f"{name}_{part}"], storages, f"{name}_{part}")
         for name in ("scale", "amax_history")
         for part in ("fwd", "bwd")
         if f"{name}_{part}" in value
     }
-    if ("scale", "fwd") not in found or ("amax_history", "fwd") not in found:
+    if ("scale", "fwd") not in tensors or ("amax_history", "fwd") not in tensors:
         raise ScalesError("It has a delayed recipe and no scale_fwd or amax_history_fwd.")
-    gemms = _check(found, extra)
-    length = found["amax_history", "fwd"].shape[0]
-    return ModuleState(replace(recipe, amax_history_len=length), [_gemm(found, i) for i in range(gemms)])
+    gemms = _check(tensors, extra)
+    length = tensors["amax_history", "fwd"].shape[0]
+    return ModuleState(replace(recipe, amax_history_len=length), [_gemm(tensors, i) for i in range(gemms)])
 
 
-def _check(found: dict[tuple[str, str], Tensor], extra: dict[str, Any]) -> int:
+def _check(tensors: dict[tuple[str, str], Tensor], extra: dict[str, Any]) -> int:
     """The number of GEMMs, having checked that every tensor has the shape for it and holds what can be a scale."""
-    gemms, rows = found["scale", "fwd"].numel() // 3, found["amax_history", "fwd"].shape[:1]
+    gemms, rows = tensors["scale", "fwd"].numel() // 3, tensors["amax_history", "fwd"].shape[:1]
     if gemms not in (1, 2) or extra.get("num_gemms", gemms) != gemms:
         raise ScalesError(f"It has states of {gemms} GEMMs or announces another number; only one or two are read.")
-    for (name, part), values in found.items():
+    for (name, part), values in tensors.items():
         width = gemms * (3 if part == "fwd" else 2)
         expected = (width,) if name == "scale" else (*rows, width)
         if tuple(values.shape) != expected or not rows or rows[0] == 0:
@@ -171,16 +170,16 @@ def _check(found: dict[tuple[str, str], Tensor], extra: dict[str, Any]) -> int:
     return gemms
 
 
-def _gemm(found: dict[tuple[str, str], Tensor], gemm: int) -> dict[str, TensorScale]:
+def _gemm(tensors: dict[tuple[str, str], Tensor], gemm: int) -> dict[str, TensorScale]:
     """The tensors of one GEMM; a gradient that was never seen is left out."""
     result = {}
     for role, (part, slots, slot) in _SLOTS.items():
-        if ("scale", part) not in found or ("amax_history", part) not in found:
+        if ("scale", part) not in tensors or ("amax_history", part) not in tensors:
             continue
         at = gemm * slots + slot
-        history = found["amax_history", part][:, at].clone()
+        history = tensors["amax_history", part][:, at].clone()
         if role != "grad_output" or bool(history.any()):
-            result[role] = TensorScale(found["scale", part][at].clone(), history)
+            result[role] = TensorScale(tensors["scale", part][at].clone(), history)
     return result
 
 
@@ -204,11 +203,11 @@ def linears_of(module: str) -> Sequence[Sequence[str]]:
 
     ScalesError for an unknown kind of name.
     """
-    if found := _HF.fullmatch(module):
-        return ((found[1],),)
+    if match := _HF.fullmatch(module):
+        return ((match[1],),)
     for pattern, gemms in _FUSED:
-        if found := pattern.fullmatch(module):
-            return tuple(tuple(f"model.layers.{found[1]}.{name}" for name in gemm) for gemm in gemms)
+        if match := pattern.fullmatch(module):
+            return tuple(tuple(f"model.layers.{match[1]}.{name}" for name in gemm) for gemm in gemms)
     raise ScalesError(
         f"{module} is no module of a model that is known here; import the states in Python, where the argument `names` "
         "of read_file says which linears a module stands for (docs/transformer-engine.md)."
@@ -229,12 +228,14 @@ def import_states(
     linears a module stands for, where `linears_of` does not know. skip: patterns of modules that are left out.
     ScalesError: nothing there, a state that cannot be imported, modules of different recipes, a tensor never observed.
     """
-    found: dict[str, TensorScale] = {}
+    entries: dict[str, TensorScale] = {}
     recipes: dict[DelayedScaling, str] = {}
     for module in sorted(key.removesuffix(f".{KEY}") for key in tensors if key.endswith(f".{KEY}")):
-        state = None if _matches(module, skip) else read_module(tensors[f"{module}.{KEY}"], f"{module}.{KEY}")
+        if any(fnmatch(module, pattern) for pattern in skip):
+            continue
+        state = read_module(tensors[f"{module}.{KEY}"], f"{module}.{KEY}")
         if state is not None:
-            found |= _named(module, state, (names or {}).get(module) or linears_of(module))
+            entries |= _named(module, state, (names or {}).get(module) or linears_of(module))
             recipes.setdefault(state.recipe, module)
     if not recipes:
         raise ScalesError(f"{where} holds no {KEY} with delayed scales.")
@@ -243,13 +244,9 @@ def import_states(
             f"{where}: the recipes of {' and '.join(list(recipes.values())[:2])} differ; import them apart."
         )
     model = fingerprint(model_dir) if model_dir is not None else ""
-    result = ScalingCheckpoint(next(iter(recipes)), found, model, {}, "Transformer Engine, imported by fp8serve")
+    result = ScalingCheckpoint(next(iter(recipes)), entries, model, {}, "Transformer Engine, imported by fp8serve")
     check(result, where)
     return result
-
-
-def _matches(module: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch(module, pattern) for pattern in patterns)
 
 
 def _named(module: str, state: ModuleState, linears: Sequence[Sequence[str]]) -> dict[str, TensorScale]:

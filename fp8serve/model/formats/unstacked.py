@@ -38,6 +38,10 @@ from fp8serve.model.storage.shards import Shards, StoredTensor
 
 _NAME = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_blocks|_bias|)")
 _Part = tuple[StoredTensor, Callable[[], Tensor]]
+_BLOCK = re.compile(r"(model\.layers\.(\d+))\.mlp\.(gate\.|experts\.)")
+_LEAF = re.compile(r"(.*\.experts\.\d+)\.(gate|up|down)_proj\.(.+)")
+_STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_scale_inv|_scale|)")
+_INPUTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)_(activation_scale|input_scale)")
 
 
 class _Computed(Shards):
@@ -108,12 +112,6 @@ def _maker(shards: Shards, stored: str, kind: str, expert: int, part: slice) -> 
         return whole[part].contiguous() if kind == "_bias" else whole[:, part].t().contiguous()
 
     return make
-
-
-_BLOCK = re.compile(r"(model\.layers\.(\d+))\.mlp\.(gate\.|experts\.)")
-_LEAF = re.compile(r"(.*\.experts\.\d+)\.(gate|up|down)_proj\.(.+)")
-_STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_scale_inv|_scale|)")
-_INPUTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)_(activation_scale|input_scale)")
 
 
 def unstacked(shards: Shards, config: ModelConfig) -> Shards:

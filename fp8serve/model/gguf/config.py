@@ -88,12 +88,12 @@ def _sizes(file: GgufFile, arch: str) -> dict[str, Any]:
 def _named(file: GgufFile, arch: str, layout: Layout) -> dict[str, Any]:
     """The values of this architecture's keys. ModelError: a required key is missing."""
     theirs, ours = layout.eps
-    wanted = {**layout.keys, theirs: ours}
-    for key in wanted:
+    keys = {**layout.keys, theirs: ours}
+    for key in keys:
         if file.value(f"{arch}.{key}") is None:
             raise ModelError(f"{file.path} has no {arch}.{key}; convert the model to GGUF again.")
-    found = {ours: decimal(file.value(f"{arch}.{theirs}")) for theirs, ours in {**wanted, **layout.optional}.items()}
-    return {key: value for key, value in found.items() if value is not None or key in wanted.values()}
+    values = {ours: decimal(file.value(f"{arch}.{theirs}")) for theirs, ours in {**keys, **layout.optional}.items()}
+    return {key: value for key, value in values.items() if value is not None or key in keys.values()}
 
 
 def _tokens(file: GgufFile) -> dict[str, Any]:
@@ -121,24 +121,24 @@ def _scaling(file: GgufFile, arch: str, layout: Layout) -> dict[str, Any] | None
 
 def _yarn(file: GgufFile, arch: str, factor: Any) -> dict[str, Any]:
     """The attention factor has had two meanings in GGUF; it is accepted where it equals what YaRN computes anyway."""
-    given = {name: file.get(f"{arch}.rope.scaling.{name}", float) for name in
+    factors = {name: file.get(f"{arch}.rope.scaling.{name}", float) for name in
              ("yarn_beta_fast", "yarn_beta_slow", "yarn_attn_factor")}  # fmt: skip
-    attention = given.pop("yarn_attn_factor")
+    attention = factors.pop("yarn_attn_factor")
     usual = 0.1 * math.log(factor) + 1 if isinstance(factor, float) and factor > 1 else 1.0
     if attention is not None and not any(math.isclose(attention, known, rel_tol=1e-5) for known in (1.0, usual)):
         raise ModelError(
             f"{file.path}: the key {arch}.rope.scaling.yarn_attn_factor is {shown(attention)}, which is not supported."
         )
     original = file.value(f"{arch}.rope.scaling.original_context_length")
-    betas = {name.removeprefix("yarn_"): decimal(value) for name, value in given.items() if value is not None}
+    betas = {name.removeprefix("yarn_"): decimal(value) for name, value in factors.items() if value is not None}
     return {"original_max_position_embeddings": original, **betas}
 
 
 def _check_heads(file: GgufFile, arch: str, head_dim: int, turned: int) -> None:
     for key, expected in (("attention.value_length", head_dim), ("rope.dimension_count", turned)):
-        found = file.get(f"{arch}.{key}", int)
-        if found not in (None, expected):
-            raise ModelError(f"{file.path}: {arch}.{key} is {found}, but a head has {head_dim} elements.")
+        size = file.get(f"{arch}.{key}", int)
+        if size not in (None, expected):
+            raise ModelError(f"{file.path}: {arch}.{key} is {size}, but a head has {head_dim} elements.")
 
 
 def _rope(config: dict[str, Any]) -> Rope:

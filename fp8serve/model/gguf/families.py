@@ -19,10 +19,19 @@ from fp8serve.errors import ModelError, shown
 from fp8serve.model.gguf.reader import GgufFile
 
 _ELEMENTS_AT_ONCE = 2**20  # only so much of a tensor exists in FP32 at a time
+LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+Config = dict[str, Any]
+# The models of Gemma 2 and 3 whose softmax is scaled by the width and not by the head, by their layers: 27B.
+_SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
+_SOFTMAX, _SIGMOID = 1, 2  # `expert_gating_func`
+DEEPSEEK_KEYS = frozenset({
+    "attention.key_length_mla", "attention.value_length_mla", "expert_weights_norm", "expert_gating_func",
+    "expert_group_count", "expert_group_used_count", "rope.scaling.yarn_log_multiplier",
+})  # fmt: skip
 
 
 def decimal(value: Any) -> Any:
-    """An FP32 as the decimal number that was meant: 1e-5 and not 9.99999974e-06."""
+    """An FP32 as the decimal number that it was rounded from: 1e-5 and not 9.99999974e-06."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
@@ -44,17 +53,6 @@ def dequantized(tensor: Any, dtype: torch.dtype = torch.bfloat16, expert: int | 
             part = gguf.dequantize(rows[at : at + step], tensor.tensor_type)
         out[at : at + step] = torch.from_numpy(np.array(part, dtype=np.float32))
     return out.reshape(shape)
-
-
-LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
-Config = dict[str, Any]
-# The models of Gemma 2 and 3 whose softmax is scaled by the width and not by the head, by their layers: 27B.
-_SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
-_SOFTMAX, _SIGMOID = 1, 2  # `expert_gating_func`
-DEEPSEEK_KEYS = frozenset({
-    "attention.key_length_mla", "attention.value_length_mla", "expert_weights_norm", "expert_gating_func",
-    "expert_group_count", "expert_group_used_count", "rope.scaling.yarn_log_multiplier",
-})  # fmt: skip
 
 
 def layer_types(file: GgufFile, config: Config) -> Config:
@@ -87,11 +85,11 @@ def partial_rotary(file: GgufFile, config: Config) -> Config:
 def phi3(file: GgufFile, config: Config) -> Config:
     """A window of 0 means no window; factors for short and long sequences are LongRoPE's."""
     window = file.require("phi3.attention.sliding_window", int)
-    found = partial_rotary(file, config) | {"sliding_window": window or None}
+    config_keys = partial_rotary(file, config) | {"sliding_window": window or None}
     if LONG not in file.tensors and SHORT not in file.tensors:
-        return found
+        return config_keys
     original = file.require("phi3.rope.scaling.original_context_length", int)
-    return found | {
+    return config_keys | {
         "original_max_position_embeddings": original,
         "rope_scaling": {
             "rope_type": "longrope",
@@ -110,11 +108,11 @@ def _factors(file: GgufFile, name: str) -> list[float]:
 
 def _attention_factor(file: GgufFile, config: Config, original: int) -> Config:
     """The factor, where it differs from the one that follows from the lengths."""
-    given, longest = file.get("phi3.rope.scaling.attn_factor", float), config["max_position_embeddings"]
-    if given is None or not isinstance(longest, int) or original < 2:
+    factor, longest = file.get("phi3.rope.scaling.attn_factor", float), config["max_position_embeddings"]
+    if factor is None or not isinstance(longest, int) or original < 2:
         return {}
     usual = math.sqrt(1 + math.log(longest / original) / math.log(original)) if longest > original else 1.0
-    return {} if math.isclose(given, usual, rel_tol=1e-6) else {"attention_factor": decimal(given)}
+    return {} if math.isclose(factor, usual, rel_tol=1e-6) else {"attention_factor": decimal(factor)}
 
 
 def gpt_oss(file: GgufFile, config: Config) -> Config:
@@ -130,7 +128,7 @@ def deepseek(file: GgufFile, config: Config) -> Config:
     if key is None or value is None:  # written before keys and values were stored apart
         key, value = (file.require(f"deepseek2.attention.{what}_length", int) for what in ("key", "value"))
     normed = bool(file.get("deepseek2.expert_weights_norm", bool))
-    found = {
+    keys = {
         "num_key_value_heads": config["num_attention_heads"],
         "qk_nope_head_dim": key - int(config["qk_rope_head_dim"] or 0),
         "v_head_dim": value,
@@ -141,25 +139,25 @@ def deepseek(file: GgufFile, config: Config) -> Config:
     gating = file.get("deepseek2.expert_gating_func", int) or _SOFTMAX
     if gating not in (_SOFTMAX, _SIGMOID):
         raise ModelError(f"{file.path}: deepseek2.expert_gating_func is {gating}, which is not computed here.")
-    return found | _stretched(file, config) | (_sigmoid(file, config) if gating == _SIGMOID else _softmax(file, config))
+    return keys | _stretched(file, config) | (_sigmoid(file, config) if gating == _SIGMOID else _softmax(file, config))
 
 
 def _softmax(file: GgufFile, config: Config) -> Config:
-    groups, kept = _groups(file)
+    groups, chosen_groups = _groups(file)
     limited = groups is not None and groups > 1
     return {
         "model_type": "deepseek_v2",
         "topk_method": "group_limited_greedy" if limited else "greedy",
         "n_group": groups if limited else None,
-        "topk_group": kept if limited else None,
+        "topk_group": chosen_groups if limited else None,
     }
 
 
 def _sigmoid(file: GgufFile, config: Config) -> Config:
     """Files of DeepSeek V3 from before the keys of groups have 256 experts in 8 groups, of which 4 are kept."""
-    groups, kept = _groups(file)
+    groups, chosen_groups = _groups(file)
     usual = (8, 4) if config["n_routed_experts"] == 256 else (1, 1)
-    return {"model_type": "deepseek_v3", "n_group": groups or usual[0], "topk_group": kept or usual[1]}
+    return {"model_type": "deepseek_v3", "n_group": groups or usual[0], "topk_group": chosen_groups or usual[1]}
 
 
 def _groups(file: GgufFile) -> tuple[int | None, int | None]:
@@ -361,7 +359,7 @@ LAYOUTS: dict[str, Layout] = {  # by `general.architecture`; Mistral's models ar
         derive=deepseek,
     ),
 }
-_NAMED_BY_KEYS = ("mixtral", "olmo3")  # architectures here, which llama.cpp tells apart by their keys
+_NAMED_BY_KEYS = ("mixtral", "olmo3")  # architectures here, which llama.cpp distinguishes by their keys
 
 
 def layout_of(file: GgufFile) -> Layout:

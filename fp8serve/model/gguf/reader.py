@@ -77,10 +77,10 @@ class GgufFile:
 
     def list_of(self, key: str, kind: type[Kind]) -> list[Kind]:
         """A list; empty when it is absent."""
-        found = self.get(key, list) or []
-        if not all(isinstance(value, kind) for value in found):
+        values = self.get(key, list) or []
+        if not all(isinstance(value, kind) for value in values):
             raise ModelError(f"{self.path}: {key} is not a list of the type {kind.__name__}.")
-        return found
+        return values
 
     def _check_types(self) -> None:
         for tensor in self.tensors.values():
@@ -103,12 +103,12 @@ def _read(path: Path) -> Any:
 
         def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
             self.reads += 1
-            found = super()._get(offset, dtype, count, override_order)
-            if len(found) != count:
+            values = super()._get(offset, dtype, count, override_order)
+            if len(values) != count:
                 raise ValueError("it ends before what its header promises")
             if self.reads > _MOST_READS:
                 raise ValueError("its header is larger than any model's")
-            return found
+            return values
 
     with open_file(path, error=ModelError) as file:
         start = file.read(8)

@@ -42,8 +42,8 @@ def hf_name(name: str, names: Mapping[str, str] = MappingProxyType({})) -> str |
 
     names: of parts of a layer with other names in this architecture (families.Layout).
     """
-    found = _NAME.fullmatch(name)
-    layer, part, kind = found.groups() if found else (None, "", "")
+    match = _NAME.fullmatch(name)
+    layer, part, kind = match.groups() if match else (None, "", "")
     if f"{part}.{kind}" in names:
         ours = names[f"{part}.{kind}"]
     elif (owner := ENDS.get(part) if layer is None else names.get(part, LAYER.get(part))) is not None:
@@ -92,26 +92,26 @@ class Weights(Mapping[str, Tensor]):
         if self._layout.one_added and name.endswith("norm.weight"):
             return (dequantized(tensor, torch.float32) - 1).to(torch.bfloat16)
         weight = dequantized(tensor, torch.float32 if keeps_fp32(name) else torch.bfloat16)
-        found = PERMUTED.fullmatch(name) if self._layout.pairs else None
+        match = PERMUTED.fullmatch(name) if self._layout.pairs else None
         if name.endswith(_ROW):  # the converter drops dimensions of size 1
             return weight.reshape(1, -1)
-        return weight if found is None else halves(weight, self._heads[found[1]])
+        return weight if match is None else halves(weight, self._heads[match[1]])
 
 
 def with_kv_b(makers: dict[str, Callable[[], Tensor]]) -> dict[str, Callable[[], Tensor]]:
-    """DeepSeek's `kv_b_proj` [heads * (still + value), rank], which newer files have in two parts: `k_b` [heads, rank,
+    """DeepSeek's `kv_b_proj` [heads * (nope + value), rank], which newer files have in two parts: `k_b` [heads, rank,
     still] and `v_b` [heads, value, rank]."""
 
     def joined(keys: Callable[[], Tensor], values: Callable[[], Tensor]) -> Tensor:
         return torch.cat((keys().transpose(1, 2), values()), 1).flatten(0, 1)
 
-    found = dict(makers)
+    result = dict(makers)
     for name in makers:
         owner, is_keys, _ = name.partition(".k_b_proj.weight")
-        if is_keys and f"{owner}.v_b_proj.weight" in found:
-            parts = found.pop(name), found.pop(f"{owner}.v_b_proj.weight")
-            found[f"{owner}.kv_b_proj.weight"] = partial(joined, *parts)
-    return found
+        if is_keys and f"{owner}.v_b_proj.weight" in result:
+            parts = result.pop(name), result.pop(f"{owner}.v_b_proj.weight")
+            result[f"{owner}.kv_b_proj.weight"] = partial(joined, *parts)
+    return result
 
 
 def halves(weight: Tensor, heads: int) -> Tensor:

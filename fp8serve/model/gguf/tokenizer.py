@@ -45,6 +45,10 @@ _DEEPSEEK3 = (
 )
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+_SPACE = "▁"  # SentencePiece's character for a space
+_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+_ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # GGUF's word -> Hugging Face's
+_ENDS = ("eos", "eot", "eom")  # a chat model ends its turn with the second, a call of a tool with the third
 
 
 @dataclass(frozen=True)
@@ -95,12 +99,6 @@ FAMILIES = {
     "olmo": _NEOX,
     "mpt": _NEOX,
 }
-
-
-_SPACE = "▁"  # SentencePiece's character for a space
-_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-_ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # GGUF's word -> Hugging Face's
-_ENDS = ("eos", "eot", "eom")  # a chat model ends its turn with the second, a call of a tool with the third
 
 
 class Kind(IntEnum):
@@ -162,8 +160,8 @@ def _vocabulary(file: GgufFile) -> Vocabulary:
 
 
 def _token_roles(file: GgufFile, num_tokens: int) -> dict[str, int]:
-    found = {role: file.get(f"tokenizer.ggml.{role}_token_id", int) for role in (*_ROLES, *_ENDS)}
-    roles = {role: i for role, i in found.items() if i is not None}
+    ids = {role: file.get(f"tokenizer.ggml.{role}_token_id", int) for role in (*_ROLES, *_ENDS)}
+    roles = {role: i for role, i in ids.items() if i is not None}
     for role, i in roles.items():
         if not 0 <= i < num_tokens:
             raise ModelError(f"{file.path}: the {role} token is {i}, but there are {num_tokens} tokens.")
@@ -235,8 +233,8 @@ def _merges_by_score(file: GgufFile, vocabulary: Vocabulary) -> list[tuple[str, 
     merges: list[tuple[str, str]] = []
     for piece in sorted(pieces, key=lambda p: -scores[pieces[p]]):
         parts = ((piece[:at], piece[at:]) for at in range(1, len(piece)))
-        found = [pair for pair in parts if pair[0] in pieces and pair[1] in pieces]
-        merges += sorted(found, key=lambda pair: (pieces[pair[0]], pieces[pair[1]]))
+        pairs = [pair for pair in parts if pair[0] in pieces and pair[1] in pieces]
+        merges += sorted(pairs, key=lambda pair: (pieces[pair[0]], pieces[pair[1]]))
     return merges
 
 
@@ -254,8 +252,8 @@ def _add_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
 def _ends(file: GgufFile, vocabulary: Vocabulary, adds_bos: bool) -> processors.TemplateProcessing:
     """Adds the tokens for the beginning and the end of a text, if the file or else its family says so."""
     says = {role: file.get(f"tokenizer.ggml.add_{role}_token", bool) for role in ("bos", "eos")}
-    wanted = {"bos": adds_bos if says["bos"] is None else says["bos"], "eos": bool(says["eos"])}
-    ids = {role: vocabulary.roles[role] for role, added in wanted.items() if added and role in vocabulary.roles}
+    adds = {"bos": adds_bos if says["bos"] is None else says["bos"], "eos": bool(says["eos"])}
+    ids = {role: vocabulary.roles[role] for role, added in adds.items() if added and role in vocabulary.roles}
     names = {role: vocabulary.tokens[i] for role, i in ids.items()}
     single = [*([names["bos"]] if "bos" in names else []), "$A", *([names["eos"]] if "eos" in names else [])]
     return processors.TemplateProcessing(single=single, special_tokens=[(names[role], ids[role]) for role in ids])

@@ -51,6 +51,14 @@ HARD = (
     "camelCase HTTPServer x=1;\r\nfor(i=0;i<10;++i){}//done /path/to\n  __init__ 'single' \"double\" 1 22 333 4444"
 )
 _ENDS = ("eos", "eot", "eom")
+WeightType = Literal["BF16", "F16", "Q8_0"]
+WEIGHT_TYPES: tuple[WeightType, ...] = get_args(WeightType)
+_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
+_EXPERT = re.compile(r"(.*\.experts\.)\d+(\..*)")
+_ROUTER = ".mlp.gate.weight"  # which llama.cpp keeps in FP32
+_Q8_BLOCK = 32
+_SAME = ("layer_ropes", "num_heads", "num_kv_heads", "head_dim", "tie_word_embeddings", "attention_bias", "mlp_bias",
+         "qk_norm", "softmax_scale", "rms_norm_eps", "experts")  # fmt: skip
 
 
 def vocabulary_keys(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -124,16 +132,6 @@ def _is_alike(family: Family, raw: dict[str, Any]) -> bool:
     return family.nfc == nfc and family.whole_words == bool(raw["model"].get("ignore_merges"))
 
 
-WeightType = Literal["BF16", "F16", "Q8_0"]
-WEIGHT_TYPES: tuple[WeightType, ...] = get_args(WeightType)
-_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
-_EXPERT = re.compile(r"(.*\.experts\.)\d+(\..*)")
-_ROUTER = ".mlp.gate.weight"  # which llama.cpp keeps in FP32
-_Q8_BLOCK = 32
-_SAME = ("layer_ropes", "num_heads", "num_kv_heads", "head_dim", "tie_word_embeddings", "attention_bias", "mlp_bias",
-         "qk_norm", "softmax_scale", "rms_norm_eps", "experts")  # fmt: skip
-
-
 def write_gguf(source: Path | str, out: Path | str, weight_type: WeightType = "BF16") -> None:
     """Write the model in the directory `source` to the GGUF file `out`.
 
@@ -171,7 +169,7 @@ def _arch(checkpoint: Checkpoint) -> str:
 
 def _sizes(config: ModelConfig, arch: str) -> dict[str, Any]:
     rope = _rope(config)
-    found = {
+    sizes = {
         "num_hidden_layers": config.num_layers,
         "max_position_embeddings": config.max_position_embeddings,
         "hidden_size": config.hidden_size,
@@ -183,11 +181,11 @@ def _sizes(config: ModelConfig, arch: str) -> dict[str, Any]:
         "rope_theta": float(rope.theta),
     }
     if config.experts is not None:
-        found |= {"num_experts": config.experts.count, "num_experts_per_tok": config.experts.per_token}
-        found["moe_intermediate_size"] = config.experts.size
+        sizes |= {"num_experts": config.experts.count, "num_experts_per_tok": config.experts.per_token}
+        sizes["moe_intermediate_size"] = config.experts.size
     others = dict.fromkeys(("attention.value_length", "rope.dimension_count"), config.head_dim)
     names = {**KEYS, **LAYOUTS[arch].keys}
-    named = {theirs: found[ours] for theirs, ours in names.items()} | others | {"vocab_size": config.vocab_size}
+    named = {theirs: sizes[ours] for theirs, ours in names.items()} | others | {"vocab_size": config.vocab_size}
     return {f"{arch}.{key}": value for key, value in named.items()}
 
 
@@ -264,24 +262,24 @@ def _items(checkpoint: Checkpoint, weight_type: WeightType) -> Iterator[tuple[st
     heads = {"q": checkpoint.config.num_heads, "k": checkpoint.config.num_kv_heads}
     layout = LAYOUTS[_ARCHITECTURES[checkpoint.config.model_type]]
     for name, parts in _stacks(checkpoint.shapes).items():
-        found = PERMUTED.fullmatch(name) if layout.pairs else None
+        match = PERMUTED.fullmatch(name) if layout.pairs else None
         shape = checkpoint.shapes[parts[0]]
         is_small = len(shape) == 1 or name.endswith(_ROUTER)
         kind = "F32" if is_small else "BF16" if shape[-1] % _Q8_BLOCK else weight_type
         if "{}" in name:
             yield gguf_name(name, layout.names), (len(parts), *shape), kind, partial(_stacked, checkpoint, parts)
         else:
-            make = _maker(checkpoint, name, heads[found[1]] if found else None)
+            make = _maker(checkpoint, name, heads[match[1]] if match else None)
             yield gguf_name(name, layout.names), shape, kind, make
 
 
 def _stacks(names: Iterable[str]) -> dict[str, list[str]]:
     """The tensors of the file: each is one tensor, or those of all experts under one name, in which {} is the
     expert."""
-    found: dict[str, list[str]] = {}
+    stacks: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(_EXPERT.sub(r"\1{}\2", name), []).append(name)
-    return {name: [name.format(e) for e in range(len(parts))] for name, parts in found.items()}
+        stacks.setdefault(_EXPERT.sub(r"\1{}\2", name), []).append(name)
+    return {name: [name.format(e) for e in range(len(parts))] for name, parts in stacks.items()}
 
 
 def _stacked(checkpoint: Checkpoint, names: Sequence[str]) -> Tensor:
@@ -320,9 +318,9 @@ def pairs(weight: Tensor, heads: int) -> Tensor:
 def _check(path: Path, checkpoint: Checkpoint) -> None:
     """ModelError unless the written file agrees with the directory."""
     file = GgufFile(path)
-    found = parse_config(hf_config(file), where=str(path))
+    config = parse_config(hf_config(file), where=str(path))
     for field in _SAME:
-        said = getattr(checkpoint.config, field)
-        if getattr(found, field) != said:
-            raise ModelError(f"{checkpoint.path}: GGUF cannot say that {field} is {shown(said)}.")
+        expected = getattr(checkpoint.config, field)
+        if getattr(config, field) != expected:
+            raise ModelError(f"{checkpoint.path}: GGUF cannot say that {field} is {shown(expected)}.")
     check_same_tokens(file, checkpoint.path)

@@ -22,6 +22,7 @@ from dataclasses import astuple
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor, nn
 
 from fp8serve.fp8.elementwise import rotary
@@ -33,7 +34,54 @@ from fp8serve.model.network.fusing import PLAIN, Ending, Projections, add_gated,
 from fp8serve.model.network.latent_attention import LatentAttention
 from fp8serve.model.network.norms import make_head_norm, make_norm
 from fp8serve.model.network.rotary import Placement, Rotary, Rotation
-from fp8serve.model.network.ungated import UngatedMLP
+
+
+class XIELU(nn.Module):
+    """Element by element: a x^2 + beta x for x > 0, else b (exp(x) - 1 - x) + beta x (arXiv 2411.13010).
+
+    Computed step by step in the type of the input, and rounded where transformers rounds. alpha_p, alpha_n [1] are
+    trained: a = softplus(alpha_p) > 0, b = beta + softplus(alpha_n) > beta. beta and eps are constants of the file,
+    which stay FP32 and are not trained (`keeps_fp32`); eps is the upper bound of x inside expm1 where x < 0.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha_p = nn.Parameter(torch.full((1,), 0.8).expm1().log())
+        self.alpha_n = nn.Parameter(torch.full((1,), 0.8 - 0.5).expm1().log())
+        self.beta = nn.Parameter(torch.tensor(0.5), requires_grad=False)
+        self.eps = nn.Parameter(torch.tensor(-1e-6), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        beta, eps = self.beta.to(x.dtype), self.eps.to(x.dtype)
+        above, below = F.softplus(self.alpha_p), beta + F.softplus(self.alpha_n)
+        line = beta * x
+        return torch.where(x > 0, above * x * x + line, (torch.expm1(torch.minimum(x, eps)) - x) * below + line)
+
+
+class ApertusMLP(nn.Module):
+    """Apertus' MLP without a gate: down(xIELU(up(x)))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.act_fn = XIELU()
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.up = Projections(self, "up_proj")
+
+    def forward(self, x: Tensor, norm: nn.Module | None, ending: Ending, residual: Tensor | None = None) -> Tensor:
+        """residual [T, hidden], or x where there is none, plus ending(MLP of norm(x [T, hidden]))."""
+        (up,) = self.up(x, norm)
+        onto = x if residual is None else residual
+        return add_projection(onto, self._modules["down_proj"], self.act_fn(up), ending)  # type: ignore[arg-type]
+
+    def join(self) -> None:
+        """For serving: fuse the norm before the projection with its cast."""
+        self.up.join()
+
+    def matrices(self) -> Iterator[nn.Module | Projections]:
+        """The matrices that a step multiplies by."""
+        yield from (*self.up.matrices(), self.down_proj)
+
 
 Heads = tuple[Tensor, Tensor, Tensor]  # q [T, heads, head_dim], k and v [T, kv_heads, head_dim]
 # attend(layer, heads, rotation, last) -> [T, heads, head_dim]: rotates q and k, and attends; where `last` int64 [R] is
@@ -150,14 +198,10 @@ def _projections(owner: nn.Module, inputs: int, sizes: Mapping[str, int], bias: 
     return Projections(owner, *sizes)
 
 
-def _attention(config: ModelConfig, layer: int) -> Attention | LatentAttention:
-    return Attention(config, layer) if config.latent is None else LatentAttention(config, config.latent, layer)
-
-
-def _block(config: ModelConfig, layer: int) -> tuple[str, MLP | UngatedMLP | Mixture]:
+def _block(config: ModelConfig, layer: int) -> tuple[str, MLP | ApertusMLP | Mixture]:
     """The module after attention, and its name in the file."""
     if config.experts is None or has_dense_mlp(config, layer):
-        return "mlp", UngatedMLP(config) if config.activation == "xielu" else MLP(config)
+        return "mlp", ApertusMLP(config) if config.activation == "xielu" else MLP(config)
     return config.experts.names.block, Mixture(config, config.experts)
 
 
@@ -170,7 +214,8 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.self_attn = _attention(config, layer)
+        latent = config.latent
+        self.self_attn = Attention(config, layer) if latent is None else LatentAttention(config, latent, layer)
         self.block, block = _block(config, layer)
         self.register_module(self.block, block)
         self.norms, self.residual_scale, self.is_parallel = config.norms, config.residual_scale, config.parallel

@@ -12,28 +12,34 @@ after the other. All give the same bits.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from fp8serve.fp8 import ops as ops  # registers the op called below
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.grouped_linear import Span, grouped_linear
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.ops.grouped import spans
-from fp8serve.fp8.ops.mixture import add_weighted
+from fp8serve.fp8.ops.mixture import Scores, add_weighted, weigh
+from fp8serve.fp8.own_product import product
 from fp8serve.fp8.stacked import Stacked, can_stack
 from fp8serve.model.config.decoder import ModelConfig
+from fp8serve.model.config.mixture import CORRECTION, Routing
 from fp8serve.model.config.mixture import Experts as ExpertSettings
 from fp8serve.model.network.fusing import GATED, Ending, direct
-from fp8serve.model.network.routing import Choice, Chosen, GroupRouter
-from fp8serve.model.storage.mapped import release_pages
 from fp8serve.model.storage.memory import free_memory, trim
+from fp8serve.model.storage.shards import release_pages
 
 _add_weighted = torch.ops.fp8serve.add_weighted.default
+_choose_experts = torch.ops.fp8serve.choose_experts.default
 _sort_by_expert = torch.ops.fp8serve.sort_by_expert.default
+Chosen = tuple[Tensor, Tensor]  # experts int64 [T, k], their weights [T, k]
 
-ROOM = 0.6  # the fraction of free memory that stacked weights may take; larger ones stay mapped
+MEMORY_SHARE = 0.6  # the fraction of free memory that stacked weights may take; larger ones stay mapped
 
 
 class Router(nn.Linear):
@@ -110,12 +116,12 @@ class Experts(nn.ModuleList):
             return stacks[0].mlp(stacks[1], x, chosen, weights, self._counter(chosen.device))
         rows, places, offsets = _sort_by_expert(chosen, self._counter(chosen.device))
         if self.every_expert:
-            said = self._by_every_expert(x, rows, offsets)
+            outputs = self._by_every_expert(x, rows, offsets)
         else:
-            said = self._by_chosen(x, rows, offsets, stacks)
-        if torch.is_grad_enabled() or said.dtype is not x.dtype:
-            return add_weighted(said, places, weights, x.dtype)
-        return _add_weighted(said, places, weights)  # type: ignore[no-any-return]
+            outputs = self._by_chosen(x, rows, offsets, stacks)
+        if torch.is_grad_enabled() or outputs.dtype is not x.dtype:
+            return add_weighted(outputs, places, weights, x.dtype)
+        return _add_weighted(outputs, places, weights)  # type: ignore[no-any-return]
 
     def _by_chosen(self, x: Tensor, tokens: Tensor, offsets: Tensor, stacks: tuple[Stacked, Stacked] | None) -> Tensor:
         """[T * k, hidden]: the outputs of each token's experts, sorted by expert."""
@@ -163,7 +169,7 @@ class Experts(nn.ModuleList):
         groups = (gate, up), (down,)
         linears = [linear for expert in experts for linear in expert.linears()]
         mapped = [linear.weight for linear in linears if isinstance(linear, FrozenLinear)]
-        fits = sum(weight.nbytes for weight in mapped) < ROOM * free_memory()
+        fits = sum(weight.nbytes for weight in mapped) < MEMORY_SHARE * free_memory()
         if not fits or not all(can_stack(experts, names) for names in groups):
             return
         self._stacks = Stacked(experts, groups[0]), Stacked(experts, groups[1])
@@ -201,7 +207,7 @@ class Mixture(nn.Module):
 
     def __init__(self, config: ModelConfig, settings: ExpertSettings) -> None:
         super().__init__()
-        self.settings, self._choice = settings, Choice(settings)
+        self.settings, self._choice = settings, ExpertChoice(settings)
         names = settings.names
         self.register_module(names.router, _router(config, settings))
         self.experts = Experts(Expert(config, settings.size, settings) for _ in range(settings.count))
@@ -224,10 +230,10 @@ class Mixture(nn.Module):
         names = self.settings.names
         if names.shared is None:
             return total
-        said: Tensor = self._child(names.shared)(x)
+        output: Tensor = self._child(names.shared)(x)
         if names.shared_gate is not None:
-            said = torch.sigmoid(self._child(names.shared_gate)(x)) * said
-        return total + said
+            output = torch.sigmoid(self._child(names.shared_gate)(x)) * output
+        return total + output
 
     def _child(self, name: str) -> nn.Module:
         return cast(nn.Module, self._modules[name])
@@ -245,20 +251,20 @@ class Mixture(nn.Module):
 
 def mixtures(model: nn.Module) -> dict[str, Experts]:
     """The experts of every mixture in `model`, by the name of the mixture."""
-    found = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
-    return {name.rpartition(".")[0]: experts for name, experts in found.items()}
+    result = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
+    return {name.rpartition(".")[0]: experts for name, experts in result.items()}
 
 
 @contextmanager
 def every_expert(model: nn.Module) -> Iterator[None]:
     """Inside, every token runs through every expert, see `Mixture`."""
-    found = mixtures(model).values()
+    experts = mixtures(model).values()
     try:
-        for mixture in found:
+        for mixture in experts:
             mixture.every_expert = True
         yield
     finally:
-        for mixture in found:
+        for mixture in experts:
             mixture.every_expert = False
 
 
@@ -270,8 +276,94 @@ def reset_token_counts(model: nn.Module) -> None:
 
 def rows_of_experts(model: nn.Module) -> dict[str, int]:
     """The number of rows that every expert's linear has seen, by its name in `model`."""
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     for name, mixture in mixtures(model).items():
         for index, (expert, rows) in enumerate(zip(mixture, mixture.tokens.tolist(), strict=True)):
-            found |= {f"{name}.experts.{index}.{leaf}": rows for leaf in cast(Expert, expert).names}
-    return found
+            result |= {f"{name}.experts.{index}.{leaf}": rows for leaf in cast(Expert, expert).names}
+    return result
+
+
+class GroupRouter(nn.Module):
+    """x [T, hidden] -> logits FP32 [T, experts]: DeepSeek's.
+
+    V3's has a correction that balances the experts' load. It is added to the scores for the choice only, and no
+    gradient trains it.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(self, inputs: int, experts: int, routing: Routing) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, inputs))
+        nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # as nn.Linear
+        correction = nn.Parameter(torch.zeros(experts), requires_grad=False) if routing.sigmoid else None
+        self.register_parameter(CORRECTION, correction)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return product(x, self.weight, None, torch.float32)
+
+
+class ExpertChoice:
+    """The way of one family."""
+
+    def __init__(self, settings: ExpertSettings) -> None:
+        routing = settings.routing or Routing(scale=1.0, groups=1, chosen_groups=1, sigmoid=False)
+        self._scores = Scores.SIGMOID if routing.sigmoid else Scores.SOFTMAX
+        if settings.weighs_chosen:
+            self._scores = Scores.SOFTMAX_OF_CHOSEN
+        self._groups = settings.per_token, int(self._scores), routing.groups, routing.chosen_groups
+        self._weights = settings.normalizes, routing.scale
+        self._dtype = torch.float32 if settings.wide_weights else None
+        self._closeness = settings.closeness
+
+    def __call__(self, logits: Tensor, router: nn.Module) -> Chosen:
+        """logits [T, experts] of `router`."""
+        if self._closeness is not None:
+            return sparsely_mixed(logits, self._closeness)
+        correction = router._parameters.get(CORRECTION)
+        if correction is not None:
+            correction = correction.float()  # type: ignore[assignment]  # in case someone moved all to another type
+        rule = *self._groups, *self._weights, self._dtype or logits.dtype
+        if logits.requires_grad and torch.is_grad_enabled():
+            return cast(Chosen, _Chosen.apply(logits, correction, *rule))  # type: ignore[no-untyped-call]
+        return cast(Chosen, _choose_experts(logits, correction, *rule))
+
+
+class _Chosen(torch.autograd.Function):
+    """The op, with the gradient of `weigh`, which computes the same weights of the experts that were chosen."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, correction: Tensor | None, count: int, scores: int, *rest: Any) -> Chosen:
+        chosen, weights = _choose_experts(logits, correction, count, scores, *rest)
+        ctx.save_for_backward(logits, chosen)
+        ctx.mark_non_differentiable(chosen)
+        ctx.weigh = partial(weigh, scores=scores, normalizes=rest[2], scale=rest[3], dtype=rest[4])
+        return chosen, weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: None, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, chosen = ctx.saved_tensors
+        with torch.enable_grad():
+            logits = logits.detach().requires_grad_()
+            weights = ctx.weigh(logits, chosen)
+        return *torch.autograd.grad(weights, logits, grad), *[None] * 8
+
+
+def sparsely_mixed(logits: Tensor, closeness: float) -> Chosen:
+    """logits [T, experts] -> (the chosen int64 [T, 2], weights [T, 2] in the logits' type): sparsemixer's.
+
+    The best expert, then the best of the others; each weight comes from a softmax over the experts that are about as
+    good.
+    """
+    weight, best = _among_close(logits, logits, closeness)
+    other_weight, other = _among_close(logits.scatter(-1, best, -torch.inf), logits, closeness)
+    return torch.cat((best, other), -1), torch.cat((weight, other_weight), -1)
+
+
+def _among_close(left: Tensor, logits: Tensor, closeness: float) -> tuple[Tensor, Tensor]:
+    """(weight, index) [T, 1] of the largest of `left`: `logits` with -inf where an expert is chosen already."""
+    with torch.no_grad():
+        largest, index = left.max(-1, keepdim=True)
+        is_far = (largest - logits) / logits.abs().clamp(min=largest) > closeness
+    return left.masked_fill(is_far, -torch.inf).softmax(-1).gather(-1, index), index

@@ -7,7 +7,7 @@ time to call than to compute at batch 1. The ops round where the plain modules r
 with hooks, with gradients or with other kinds of weights are called one by one.
 
 Children and tensors are looked up in torch's own dictionaries: no copy of them can be out of date, and a module's
-attribute takes twenty times as long. Joined tensors are such copies; they are told of replacements (fp8/replacing.py).
+attribute takes twenty times as long. Joined tensors are such copies; fp8/replacing.py notifies them.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -30,13 +30,13 @@ EPS = 1e-6  # for the norms of latent vectors, whatever the file says about the 
 
 
 class Absorbed(nn.Module):
-    """The weight [heads * (still + value), rank] whose halves multiply queries and values, head by head."""
+    """The weight [heads * (nope + value), rank] whose halves multiply queries and values, head by head."""
 
     weight: nn.Parameter
 
     def __init__(self, heads: int, latent: Latent) -> None:
         super().__init__()
-        self.heads, self.sizes = heads, (latent.still, latent.value)
+        self.heads, self.sizes = heads, (latent.nope, latent.value)
         self.weight = nn.Parameter(torch.empty(heads * sum(self.sizes), latent.rank))
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # as nn.Linear
 
@@ -67,14 +67,14 @@ class LatentAttention(nn.Module):
     def __init__(self, config: ModelConfig, latent: Latent, layer: int) -> None:
         super().__init__()
         self.layer, self.heads, self.latent = layer, config.num_heads, latent
-        q_size, first = config.num_heads * (latent.still + latent.turned), latent.q_rank
+        q_size, first = config.num_heads * (latent.nope + latent.rope), latent.q_rank
         width, bias = config.hidden_size, config.attention_bias
         name = "q_proj" if first is None else "q_a_proj"
         self.register_module(name, nn.Linear(width, first or q_size, bias=bias and first is not None))
         if first is not None:
             self.q_a_layernorm = RMSNorm(first, EPS)
             self.q_b_proj = nn.Linear(first, q_size, bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(width, latent.rank + latent.turned, bias=bias)
+        self.kv_a_proj_with_mqa = nn.Linear(width, latent.rank + latent.rope, bias=bias)
         self.kv_a_layernorm = RMSNorm(latent.rank, EPS)
         self.kv_b_proj = Absorbed(config.num_heads, latent)
         self.o_proj = nn.Linear(config.num_heads * latent.value, width, bias=config.attention_out_bias)
@@ -110,9 +110,9 @@ class LatentAttention(nn.Module):
         q, key = self.qkv(x, norm)
         if sizes.q_rank is not None:
             q = self.q_b_proj(direct(self.q_a_layernorm)(q))
-        q_still, q_turned = q.view(x.size(0), self.heads, -1).split_with_sizes((sizes.still, sizes.turned), -1)
-        latent, turned = key.split_with_sizes((sizes.rank, sizes.turned), -1)
-        query = torch.cat((q_turned, self.kv_b_proj.of_queries(q_still)), -1)
+        q_nope, q_rope = q.view(x.size(0), self.heads, -1).split_with_sizes((sizes.nope, sizes.rope), -1)
+        latent, turned = key.split_with_sizes((sizes.rank, sizes.rope), -1)
+        query = torch.cat((q_rope, self.kv_b_proj.of_queries(q_nope)), -1)
         shared = torch.cat((turned, direct(self.kv_a_layernorm)(latent.contiguous())), -1)[:, None]
         if place.order is not None:
             query, shared = query.index_select(-1, place.order), shared.index_select(-1, place.order)
@@ -121,5 +121,5 @@ class LatentAttention(nn.Module):
     def _latents(self, mixed: Tensor) -> Tensor:
         """[T, heads, head_dim] in rotary.py's order, of which a part is rotated -> [T, heads, rank]."""
         first, second = mixed.chunk(2, -1)
-        turned = self.latent.turned // 2
+        turned = self.latent.rope // 2
         return torch.cat((first[..., turned:], second[..., turned:]), -1)

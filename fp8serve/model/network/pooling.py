@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from fp8serve.errors import ModelError, RequestError, shown
+from fp8serve.model.config.encoder import ScoreActivation
 from fp8serve.model.config.sentence import FILE_NAME, modules_of, one_folder
 from fp8serve.model.storage.files import present, read_json, read_optional_json
 
@@ -75,8 +76,8 @@ def read_pooling(model_dir: Path | str) -> Pooling:
     modules = _modules(model_dir)
     path = model_dir / pooling_file(modules, model_dir)
     raw = read_json(path, root=model_dir)
-    said = read_optional_json(model_dir / "config_sentence_transformers.json")
-    return Pooling(_mode(raw, path), "Normalize" in modules, _max_length(model_dir), *_prompts(said, model_dir))
+    settings = read_optional_json(model_dir / "config_sentence_transformers.json")
+    return Pooling(_mode(raw, path), "Normalize" in modules, _max_length(model_dir), *_prompts(settings, model_dir))
 
 
 def pooling_file(modules: Mapping[str, str], model_dir: Path) -> str:
@@ -86,13 +87,13 @@ def pooling_file(modules: Mapping[str, str], model_dir: Path) -> str:
 
 def _modules(model_dir: Path) -> dict[str, str]:
     """See `modules_of`. ModelError: others than are computed here."""
-    found = modules_of(model_dir)
-    if list(found)[:2] != ["Transformer", "Pooling"] or list(found)[2:] not in ([], ["Normalize"]):
+    modules = modules_of(model_dir)
+    if list(modules)[:2] != ["Transformer", "Pooling"] or list(modules)[2:] not in ([], ["Normalize"]):
         raise ModelError(
-            f"{model_dir / FILE_NAME} lists {', '.join(found)}; computed here are Transformer and Pooling, and "
+            f"{model_dir / FILE_NAME} lists {', '.join(modules)}; computed here are Transformer and Pooling, and "
             "Normalize behind them."
         )
-    return found
+    return modules
 
 
 def _mode(raw: Mapping[str, Any], path: Path) -> Mode:
@@ -112,14 +113,14 @@ def _max_length(model_dir: Path) -> int | None:
     raw = read_optional_json(path)
     if raw.get("do_lower_case"):
         raise ModelError(f"{path} asks for lower case before the tokenizer, which is not done here.")
-    found = raw.get("max_seq_length")
-    if found is not None and (isinstance(found, bool) or not isinstance(found, int) or found < 2):
-        raise ModelError(f"{path}: max_seq_length is {shown(found)} where a number of tokens was expected.")
-    return found
+    length = raw.get("max_seq_length")
+    if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 2):
+        raise ModelError(f"{path}: max_seq_length is {shown(length)} where a number of tokens was expected.")
+    return length
 
 
-def _prompts(said: Mapping[str, Any], model_dir: Path) -> tuple[dict[str, str], str | None]:
-    prompts, default = said.get("prompts") or {}, said.get("default_prompt_name")
+def _prompts(settings: Mapping[str, Any], model_dir: Path) -> tuple[dict[str, str], str | None]:
+    prompts, default = settings.get("prompts") or {}, settings.get("default_prompt_name")
     good = isinstance(prompts, dict) and all(isinstance(text, str) for text in prompts.values())
     if not good or not (default is None or (isinstance(default, str) and default in prompts)):
         raise ModelError(
@@ -127,3 +128,10 @@ def _prompts(said: Mapping[str, Any], model_dir: Path) -> tuple[dict[str, str], 
             "that is none of them."
         )
     return prompts, default
+
+
+def scored(logits: Tensor, activation: ScoreActivation) -> Tensor:
+    """[texts, labels]."""
+    if activation == "none":
+        return logits
+    return logits.softmax(1) if activation == "softmax" else logits.sigmoid()

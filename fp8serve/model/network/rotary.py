@@ -50,8 +50,8 @@ class Rotary:
         """positions integer [T] -> their effect in every layer, in `dtype`, ready to broadcast over heads."""
         order = None if self._order is None else self._order.on(positions.device)
         scale = None if self._query_scaling is None else query_scale(positions, self._query_scaling).to(dtype)
-        found = [Placement(kind.rotation(positions, dtype, self.longest), order, scale) for kind in self._kinds]
-        return [found[i] for i in self._of_layer]
+        placements = [Placement(kind.rotation(positions, dtype, self.longest), order, scale) for kind in self._kinds]
+        return [placements[i] for i in self._of_layer]
 
 
 class _OnDevice:

@@ -16,6 +16,15 @@ from fp8serve.model.storage.files import no_duplicates
 from fp8serve.model.storage.opening import open_member
 
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+CHUNK = 1 << 22  # numbers at once
+_EXPONENTS: dict[str, tuple[type[np.unsignedinteger], int]] = {  # exponent bits: only NaN and infinity set all
+    "F64": (np.uint64, 0x7FF0_0000_0000_0000),
+    "F32": (np.uint32, 0x7F80_0000),
+    "F16": (np.uint16, 0x7C00),
+    "BF16": (np.uint16, 0x7F80),
+    "F8_E4M3": (np.uint8, 0x7F),
+    "F8_E5M2": (np.uint8, 0x7C),
+}
 
 
 class Header(NamedTuple):
@@ -43,17 +52,6 @@ def header_json(path: Path) -> Header:
     return Header(raw, 8 + length, size)
 
 
-CHUNK = 1 << 22  # numbers at once
-_EXPONENTS: dict[str, tuple[type[np.unsignedinteger], int]] = {  # exponent bits: only NaN and infinity set all
-    "F64": (np.uint64, 0x7FF0_0000_0000_0000),
-    "F32": (np.uint32, 0x7F80_0000),
-    "F16": (np.uint16, 0x7C00),
-    "BF16": (np.uint16, 0x7F80),
-    "F8_E4M3": (np.uint8, 0x7F),
-    "F8_E5M2": (np.uint8, 0x7C),
-}
-
-
 def require_finite(directory: Path) -> None:
     """Reads every byte of the weights. ModelError names the first tensor that holds NaN or an infinity."""
     for path in sorted(directory.glob("*.safetensors")):
@@ -69,8 +67,8 @@ def require_finite(directory: Path) -> None:
 def _first_bad(path: Path) -> str | None:
     header, begin, _ = header_json(path)
     with open_member(path, error=ModelError) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        found = (n for n, about in header.items() if n != "__metadata__" and _is_bad(content, begin, about))
-        return next(found, None)
+        bad = (n for n, about in header.items() if n != "__metadata__" and _is_bad(content, begin, about))
+        return next(bad, None)
 
 
 def _is_bad(content: mmap.mmap, begin: int, about: dict[str, Any]) -> bool:

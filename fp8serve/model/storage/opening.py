@@ -17,7 +17,7 @@ A file that a person names (training rows, a GGUF file, --scales) may be a link 
 are for those.
 
 FIFOs, devices and sockets are refused without waiting for them. A file that grows is read up to the limit. One that is
-cut off while it is mapped (storage/mapped.py) ends the process with SIGBUS, as with every mapped file.
+cut off while it is mapped (storage/shards.py) ends the process with SIGBUS, as with every mapped file.
 """
 
 import os

@@ -4,8 +4,9 @@ The `safetensors` library opens files by their paths, so that a link could be pu
 the header itself, and refuses what the library refuses (tensors that overlap, leave gaps, or do not fill the file) and
 what it does not: duplicate keys, names that are paths, headers larger than any model's, shard names in the index that
 leave the directory, links to elsewhere, and tensors that the index promises but the shards do not hold. A tensor is a
-view of the mapped file: nothing is copied
-until it is used, so a model larger than memory can be walked through layer by layer. All tensors of a file are views of
+view of the mapped file: nothing is copied until it is used, so a model larger than memory can be walked through layer
+by layer. A page that was read stays in this process's memory as long as the mapping lives, that is, until the last
+tensor of the file is gone: after copying a tensor elsewhere, call `release_pages`. All tensors of a file are views of
 one mapping, so that adjacent ones can be used as one matrix (fp8/joined.py); a tensor that is misaligned for its type
 is copied.
 
@@ -17,11 +18,13 @@ Pickles (`pytorch_model.bin`) are not read on purpose: loading one runs the code
 
 import json
 import math
+import mmap
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -29,14 +32,42 @@ from torch import Tensor
 from fp8serve.errors import ModelError, shown
 from fp8serve.model.storage.files import present, read_json, write_json
 from fp8serve.model.storage.headers import header_json
-from fp8serve.model.storage.mapped import map_file
+from fp8serve.model.storage.opening import open_member
 
+_FILES: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()  # by the address at which each begins
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,255}")
-
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn,
           "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "F64": torch.float64, "I64": torch.int64,
           "I32": torch.int32, "U8": torch.uint8, "I8": torch.int8, "BOOL": torch.bool}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# as safetensors writes them: the tensors of the last type first, and those of one type by name
+_ORDER = ("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F16", "BF16", "I32", "F32", "F64", "I64")
+
+
+def map_file(path: Path) -> Tensor:
+    """The bytes of a file, uint8; writing to them changes this process's memory only. ModelError: `path` is no file of
+    its directory (`opening.open_member`), or is empty."""
+    with open_member(path, error=ModelError) as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    whole = torch.frombuffer(mapped, dtype=torch.uint8)
+    _FILES[whole.data_ptr()] = mapped
+    return whole
+
+
+def release_pages(tensor: Tensor) -> None:
+    """Release the pages that only `tensor` covers from this process's memory, if it is a view of a mapped file.
+
+    Its values do not change: they are read from the file again when touched.
+    """
+    base = tensor.untyped_storage().data_ptr()
+    mapped = _FILES.get(base)
+    if mapped is None or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    start = tensor.data_ptr() - base
+    first, end = -(-start // mmap.PAGESIZE), (start + tensor.nbytes) // mmap.PAGESIZE
+    if end > first:
+        mapped.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (end - first) * mmap.PAGESIZE)
 
 
 def type_name(dtype: torch.dtype) -> str:
@@ -74,10 +105,10 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
 def _entry(path: Path, name: str, value: Any, begin: int) -> StoredTensor:
     if not _NAME.fullmatch(name):
         raise ModelError(f"{path} holds a tensor of the name {name[:80]!r}, which is not a parameter's name.")
-    found = value.get("dtype") if isinstance(value, dict) else value
-    dtype = DTYPES.get(found) if isinstance(value, dict) and isinstance(found, str) else None
+    dtype_name = value.get("dtype") if isinstance(value, dict) else value
+    dtype = DTYPES.get(dtype_name) if isinstance(value, dict) and isinstance(dtype_name, str) else None
     if dtype is None:
-        raise ModelError(f"{path}: tensor {name} has the type {shown(found)}, which is not supported.")
+        raise ModelError(f"{path}: tensor {name} has the type {shown(dtype_name)}, which is not supported.")
     shape = value.get("shape")
     if not isinstance(shape, list) or not all(isinstance(s, int) and s >= 0 for s in shape):
         raise ModelError(f"{path}: tensor {name} has no shape.")
@@ -168,9 +199,9 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 def write_index(model_dir: Path, files: Iterable[str] = (SINGLE,)) -> None:
     """Write the index of the weights in `files`, which lie in `model_dir`, from their headers."""
-    found = {name: entry for file in files for name, entry in read_header(model_dir / file)[0].items()}
-    total_size = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in found.values())
-    weight_map = {name: entry.file.name for name, entry in found.items()}
+    entries = {name: entry for file in files for name, entry in read_header(model_dir / file)[0].items()}
+    total_size = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries.values())
+    weight_map = {name: entry.file.name for name, entry in entries.items()}
     write_json(model_dir / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
 
 
@@ -227,11 +258,6 @@ def _plain(model_dir: Path, name: str) -> Path:
     return model_dir / name
 
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# as safetensors writes them: the tensors of the last type first, and those of one type by name
-_ORDER = ("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F16", "BF16", "I32", "F32", "F64", "I64")
-
-
 @dataclass(frozen=True)
 class Parts:
     """A tensor in parts along its first dimension. parts(): all of them in order, on any device."""
@@ -248,13 +274,13 @@ class Parts:
 
 def stream_tensors(path: Path, tensors: Mapping[str, Tensor | Parts], metadata: Mapping[str, str]) -> None:
     """Writes the file; parts are asked for in the order in which they are written. OSError: the disk is full."""
-    given = {name: Parts.of(value) if isinstance(value, Tensor) else value for name, value in tensors.items()}
-    order = sorted(given, key=lambda name: (-_ORDER.index(_NAMES[given[name].dtype]), name))
+    parts = {name: Parts.of(value) if isinstance(value, Tensor) else value for name, value in tensors.items()}
+    order = sorted(parts, key=lambda name: (-_ORDER.index(_NAMES[parts[name].dtype]), name))
     with path.open("wb") as file:
-        header = _header({name: given[name] for name in order}, metadata)
+        header = _header({name: parts[name] for name in order}, metadata)
         file.write(len(header).to_bytes(8, "little") + header)
         for name in order:
-            _write(file, given[name], name)
+            _write(file, parts[name], name)
 
 
 def _header(tensors: Mapping[str, Parts], metadata: Mapping[str, str]) -> bytes:

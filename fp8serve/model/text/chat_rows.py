@@ -6,12 +6,16 @@ the data: a role that no request has, an answer that is empty, arguments of a ca
 call is missing, a flag of another program that says what to learn. A message that is not learnt (weight 0, or the
 context of a pair) may hold a broken call, because a model may learn to correct one. Other keys of a message are data
 that a template may read; values of theirs that JSON cannot hold are left out.
+
+`for_template` gives messages as chat templates read them: text instead of parts, arguments as objects, and results with
+the name of the function that was called. Requests and training data both use it, so a model is trained on the text that
+a request renders.
 """
 
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fp8serve.errors import DataError, json_fault, json_kind, shown
@@ -27,6 +31,7 @@ REASONING = ("reasoning", "reasoning_content", "thinking")
 _READ = ("role", "content", "tool_calls", "tool_call_id", "name", "weight", *REASONING)
 _ID = re.compile(r"[\w.:-]{1,256}", re.ASCII)
 NO_ARGUMENTS = {"type": "object", "properties": {}}
+_WRITTEN = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning", "reasoning_content")
 
 
 def messages_of(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
@@ -159,7 +164,7 @@ def foreign_value(value: Any, depth: int = 0) -> str | None:
         if (name := next((key for key in value if not isinstance(key, str)), None)) is not None:
             return shown(name)
         value = value.values()
-    return next((found for item in value if (found := foreign_value(item, depth + 1)) is not None), None)
+    return next((foreign for item in value if (foreign := foreign_value(item, depth + 1)) is not None), None)
 
 
 def _without_foreign_values(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -224,5 +229,53 @@ def _tool(tool: Any, where: str) -> Mapping[str, Any]:
         raise DataError(f"{where}: its `description` is {shown(function['description'])}, which is not text.")
     if not isinstance(function.get("parameters") or {}, dict) or foreign_value(function.get("parameters")) is not None:
         raise DataError(f"{where}: its `parameters` are {shown(function['parameters'])}, which is no JSON schema.")
-    said = {"name": function["name"], "description": function.get("description") or ""}
-    return {"type": "function", "function": said | {"parameters": function.get("parameters") or NO_ARGUMENTS}}
+    described = {"name": function["name"], "description": function.get("description") or ""}
+    return {"type": "function", "function": described | {"parameters": function.get("parameters") or NO_ARGUMENTS}}
+
+
+Message = dict[str, Any]
+
+
+def for_template(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """The messages, which are valid, in the same order. Keys that are unknown here stay as they are."""
+    calls = [call for message in messages for call in message.get("tool_calls") or () if call.get("id")]
+    called = {call["id"]: call["function"]["name"] for call in calls}
+    return [_message(message, called) for message in messages]
+
+
+def text_of(content: Any) -> str:
+    """A text, or the texts of a list of parts, joined; empty for None."""
+    return "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
+
+
+def _message(message: Mapping[str, Any], called: Mapping[Any, str]) -> Message:
+    """`developer` is OpenAI's newer word for `system`."""
+    result: Message = {k: v for k, v in message.items() if k not in _WRITTEN}
+    text, calls = text_of(message.get("content")), message.get("tool_calls")
+    result |= {"role": "system" if message["role"] == "developer" else message["role"], "content": text}
+    if calls:
+        result |= {"content": text or None, "tool_calls": list(_calls(calls))}
+    if reasoning := message.get("reasoning_content") or message.get("reasoning"):
+        result["reasoning_content"] = reasoning
+    if message["role"] == "tool":
+        answered = message.get("tool_call_id")
+        fields = {"tool_call_id": answered, "name": message.get("name") or called.get(answered)}
+        result |= {k: v for k, v in fields.items() if v}
+    return result
+
+
+def _calls(calls: Iterable[Mapping[str, Any]]) -> Iterable[Message]:
+    for call in calls:
+        function = {"name": call["function"]["name"], "arguments": _object(call["function"]["arguments"])}
+        yield ({"id": call["id"]} if call.get("id") else {}) | {"type": "function", "function": function}
+
+
+def _object(arguments: Any) -> Any:
+    """JSON text as an object; any other value stays as it is."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments

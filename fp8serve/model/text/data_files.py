@@ -20,8 +20,7 @@ from typing import BinaryIO, TypeVar
 
 from fp8serve.errors import DataError, one_line
 from fp8serve.model.storage.opening import open_file
-from fp8serve.model.text.parquet import parquet_rows
-from fp8serve.model.text.tables import Row, array_rows, csv_rows, too_large
+from fp8serve.model.text.tables import Row, array_rows, csv_rows, parquet_rows, too_large
 
 T = TypeVar("T")
 
@@ -39,9 +38,9 @@ _HUB = "hf://"
 _HUB_FILE = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)(?:@([\w.-]+))?(?:/(.+))?", re.ASCII)
 
 
-def source_name(given: Path | str) -> str:
+def source_name(where: Path | str) -> str:
     """Its name in messages and reports."""
-    return "standard input" if given == STDIN else str(given)
+    return "standard input" if where == STDIN else str(where)
 
 
 @dataclass(frozen=True)
@@ -73,14 +72,14 @@ class Prose:
     paragraphs: Iterator[str]
 
 
-def read_source(given: Path | str, columns: Collection[str] | None = None, limits: DataLimits = LIMITS) -> Rows | Prose:
+def read_source(where: Path | str, columns: Collection[str] | None = None, limits: DataLimits = LIMITS) -> Rows | Prose:
     """The source for a path or, for a str, also for `-`, standard input, which is JSON lines if it begins with `{`, or
     for hf://datasets/OWNER/NAME[@REVISION][/FILE]. The suffix of a file's name gives its kind. columns: those that are
     read of a Parquet file; None for all.
 
     DataError: it cannot be read, or is of an unsupported kind. While iterating: a limit is exceeded.
     """
-    source, name = _source(given, columns, limits), source_name(given)
+    source, name = _source(where, columns, limits), source_name(where)
     if isinstance(source, Rows):
         return Rows(_counted(source.rows, name, limits.rows, "rows"))
     return Prose(_counted(source.paragraphs, name, limits.rows, "paragraphs"))
@@ -93,17 +92,17 @@ def _counted(items: Iterator[T], name: str, most: int, what: str) -> Iterator[T]
         yield item
 
 
-def _source(given: Path | str, columns: Collection[str] | None, limits: DataLimits) -> Rows | Prose:
-    if given == STDIN:
-        return _told_apart(_lines(_stdin(), source_name(given), limits), source_name(given), limits)
-    path = local_file(given)
+def _source(where: Path | str, columns: Collection[str] | None, limits: DataLimits) -> Rows | Prose:
+    if where == STDIN:
+        return _rows_or_prose(_lines(_stdin(), source_name(where), limits), source_name(where), limits)
+    path = local_file(where)
     open_file(path, MAX_DATA_BYTES, DataError).close()  # a missing file is reported before an unsupported name
     return _by_suffix(path, Path(path.stem if _is_gzip(path) else path.name).suffix.lower(), columns, limits)
 
 
-def local_file(given: Path | str) -> Path:
+def local_file(where: Path | str) -> Path:
     """Where a source other than standard input lies; a file of the hub is downloaded once. DataError: it cannot be."""
-    return _from_hub(given) if isinstance(given, str) and given.startswith(_HUB) else Path(given)
+    return _from_hub(where) if isinstance(where, str) and where.startswith(_HUB) else Path(where)
 
 
 def ending_of(name: str) -> str:
@@ -235,7 +234,7 @@ def _stdin() -> BinaryIO:
     return sys.stdin.buffer
 
 
-def _told_apart(lines: Iterator[str], name: str, limits: DataLimits) -> Rows | Prose:
+def _rows_or_prose(lines: Iterator[str], name: str, limits: DataLimits) -> Rows | Prose:
     head, lines = _beginning(lines)
     return _json_lines(lines) if head.startswith("{") else Prose(_paragraphs(lines, name, limits))
 
@@ -270,10 +269,10 @@ def _from_hub(name: str) -> Path:
     """The file, downloaded once."""
     from huggingface_hub import hf_hub_download
 
-    found = _HUB_FILE.fullmatch(name)
-    if not found:
+    match = _HUB_FILE.fullmatch(name)
+    if not match:
         raise DataError(f"{name} is no data set on the hub; write hf://datasets/OWNER/NAME/FILE.")
-    owner_and_name, revision, file = found.groups()
+    owner_and_name, revision, file = match.groups()
     try:
         file = file or _only_file(name, owner_and_name, revision)
         return Path(hf_hub_download(owner_and_name, file, repo_type="dataset", revision=revision))

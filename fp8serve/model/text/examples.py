@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fp8serve.errors import DataError, Fp8ServeError, json_fault, json_kind, shown
-from fp8serve.model.text.chat_rows import is_learnt, messages_of, tools_of, valid_unicode
-from fp8serve.model.text.conversation import for_template
+from fp8serve.model.text.chat_rows import for_template, is_learnt, messages_of, tools_of, valid_unicode
 from fp8serve.model.text.data_files import LIMITS, DataLimits, Rows, read_source, source_name
 from fp8serve.model.text.tables import JSON_ROWS
 from fp8serve.model.text.tokenizer import Tokenizer
@@ -67,15 +66,17 @@ def read_examples(sources: Iterable[Path | str], limits: DataLimits = LIMITS) ->
     DataError while iterating: a source is missing, empty, too large, of another kind, or has a broken line, which is
     named by its number.
     """
-    for given in sources:
-        source, name = read_source(given, COLUMNS, limits), source_name(given)
+    for where in sources:
+        source, name = read_source(where, COLUMNS, limits), source_name(where)
         examples: Iterator[Example]
-        examples = _made(source, name, example_of) if isinstance(source, Rows) else _passages(source.paragraphs, name)
+        examples = (
+            _examples(source, name, example_of) if isinstance(source, Rows) else _passages(source.paragraphs, name)
+        )
         yield from some(examples, name)
 
 
 def read_rows(
-    given: Path | str,
+    where: Path | str,
     make: Callable[[str | Mapping[str, Any], str], T],
     prose: str,
     columns: Collection[str] | None,
@@ -86,13 +87,13 @@ def read_rows(
     DataError while iterating: the source is missing, empty, too large, has a broken row, or is prose: `prose` says why
     that is of no use.
     """
-    source, name = read_source(given, columns, limits), source_name(given)
+    source, name = read_source(where, columns, limits), source_name(where)
     if not isinstance(source, Rows):
         raise DataError(f"{name} is prose, which {prose}")
-    yield from some(_made(source, name, make), name)
+    yield from some(_examples(source, name, make), name)
 
 
-def _made(source: Rows, name: str, make: Callable[[str | Mapping[str, Any], str], T]) -> Iterator[T]:
+def _examples(source: Rows, name: str, make: Callable[[str | Mapping[str, Any], str], T]) -> Iterator[T]:
     return (make(row, f"{name}:{number}") for number, row in source.rows)
 
 
@@ -128,12 +129,12 @@ def object_of(row: str | Mapping[str, Any], where: str) -> Mapping[str, Any]:
     if not isinstance(row, str):
         return row
     try:
-        found = JSON_ROWS.decode(row)
+        value = JSON_ROWS.decode(row)
     except (ValueError, RecursionError) as e:
         raise DataError(f"{where} is not valid JSON: {json_fault(e)}.") from None
-    if not isinstance(found, dict):
-        raise DataError(f"{where} is {json_kind(found)} where an object was expected.")
-    return found
+    if not isinstance(value, dict):
+        raise DataError(f"{where} is {json_kind(value)} where an object was expected.")
+    return value
 
 
 def example_from(row: Mapping[str, Any], where: str = "example") -> Example:
@@ -147,9 +148,9 @@ def example_from(row: Mapping[str, Any], where: str = "example") -> Example:
         kinds.remove("prompt")
     if len(kinds) != 1:
         empty = next((column for column in COLUMNS if column in row), None)
-        found = f"no value in `{empty}`" if empty else f"only {shown(sorted(row))}"
-        found = f"both {' and '.join(kinds)}" if kinds else found
-        raise DataError(f"{where} has {found}; give one of `text`, `prompt` and `completion`, or `messages`.")
+        present = f"no value in `{empty}`" if empty else f"only {shown(sorted(row))}"
+        present = f"both {' and '.join(kinds)}" if kinds else present
+        raise DataError(f"{where} has {present}; give one of `text`, `prompt` and `completion`, or `messages`.")
     if kinds[0] == "messages":
         return ChatExample(messages_of(row["messages"], where), where, tools_of(row, where))
     if row.get("tools"):
@@ -166,8 +167,8 @@ COLUMNS = ("text", "prompt", "completion", "messages", "tools", "functions")
 def _text(row: Mapping[str, Any], column: str, where: str) -> str:
     value = row.get(column)
     if not isinstance(value, str):
-        found = "is missing" if value is None else f"is {json_kind(value)}, not text"
-        raise DataError(f"{where}: `{column}` {found}.")
+        problem = "is missing" if value is None else f"is {json_kind(value)}, not text"
+        raise DataError(f"{where}: `{column}` {problem}.")
     if not value and column != "prompt":
         raise DataError(f"{where}: `{column}` is empty.")
     return valid_unicode(value, f"{where}: `{column}`")

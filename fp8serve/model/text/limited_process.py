@@ -13,70 +13,42 @@ waits for each answer. A process that is forked has its parent's handles, and st
 """
 
 import contextlib
-import json
 import logging
 import os
 import resource
 import signal
 import socket
-import struct
 import subprocess
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from fp8serve import errors
 from fp8serve.errors import Fp8ServeError, MachineError, ModelError
 from fp8serve.model.storage.memory import address_space
-from fp8serve.processes import describe_exit, module_command, without_interrupts
+from fp8serve.processes import (
+    Head,
+    describe_error,
+    describe_exit,
+    error_of,
+    module_command,
+    pack,
+    receive,
+    without_interrupts,
+)
 
 log = logging.getLogger("fp8serve.limits")
 
-FRAME = struct.Struct("!QQ")  # bytes of the JSON head, bytes of the body behind it
 WAIT_SECONDS = 60.0
 """Seconds beyond its processor time after which a process that does not answer counts as hung."""
 STATUS_SECONDS = 10.0
 """Seconds in which the exit status of a process that has closed its socket is certain to come."""
-Head = dict[str, Any]
 Answer = tuple[Head, bytes]
 Jobs = Mapping[str, Callable[[Head, bytes], Answer]]
 Exhausted = Literal["processor time", "memory"]
 
 _serving = threading.Event()
 _handles: "weakref.WeakSet[LimitedProcess]" = weakref.WeakSet()
-
-
-def pack(head: Head, body: bytes = b"") -> bytes:
-    """One frame: a JSON object and some bytes."""
-    text = json.dumps(head, separators=(",", ":")).encode()
-    return FRAME.pack(len(text), len(body)) + text + body
-
-
-def receive(connection: socket.socket) -> Answer | None:
-    """The next frame; None if the other end is closed before it is whole."""
-    if (sizes := _read(connection, FRAME.size)) is None:
-        return None
-    head, body = (_read(connection, size) for size in FRAME.unpack(sizes))
-    return None if head is None or body is None else (json.loads(head), body)
-
-
-def _read(connection: socket.socket, size: int) -> bytes | None:
-    content, received = bytearray(size), 0
-    while received < size:
-        if not (count := connection.recv_into(memoryview(content)[received:])):
-            return None
-        received += count
-    return bytes(content)
-
-
-def error_of(answer: Head) -> Exception:
-    """The error that a job ended with, as the class it was raised as."""
-    if answer["error"] == "OSError":
-        return OSError(answer["errno"], answer["message"])
-    found = getattr(errors, answer["error"], None)
-    kind = found if isinstance(found, type) and issubclass(found, Fp8ServeError) else RuntimeError
-    return kind(answer["message"])
 
 
 def exhausted_by(status: int | None) -> Exhausted | None:
@@ -113,10 +85,8 @@ def _perform(jobs: Jobs, prepare: Callable[[Head], None], head: Head, body: byte
         answer, content = jobs[head["op"]](head, body)
         grown = before is not None and (address_space() or 0) - before > head["memory"] // 4
         return pack(answer | ({"last": True} if grown else {}), content)
-    except Fp8ServeError as error:
-        return pack({"error": type(error).__name__, "message": str(error)})
-    except OSError as error:
-        return pack({"error": "OSError", "errno": error.errno or 0, "message": error.strerror or str(error)})
+    except (Fp8ServeError, OSError) as error:
+        return pack(describe_error(error))
     except MemoryError:
         return pack({"too_much": True, "last": True})
     except Exception as error:  # a mistake of ours: the log has it

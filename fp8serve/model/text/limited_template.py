@@ -22,8 +22,9 @@ from typing import Any
 
 from fp8serve.errors import Fp8ServeError, ModelError, RequestError, one_line
 from fp8serve.model.text.chat import NOTHING, ChatTemplate, Message, plain
-from fp8serve.model.text.limited_process import Answer, Head, LimitedProcess, allow, error_of, serve
+from fp8serve.model.text.limited_process import Answer, LimitedProcess, allow, serve
 from fp8serve.model.text.turns import Conversation, MarkedText, Markers, assistant_spans
+from fp8serve.processes import Head, describe_error, error_of
 
 MODULE = "fp8serve.model.text.limited_template"
 SECONDS, MEMORY = 5.0, 1 << 30
@@ -153,9 +154,8 @@ CALLS: dict[str, Callable[..., Any]] = {
 def _perform(head: Head, body: bytes) -> Answer:
     answers = []
     for arguments in json.loads(body):
-        result = outcome(lambda given: CALLS[head["op"]](_compiled(head["template"]), *given), arguments)
-        is_error = isinstance(result, Fp8ServeError)
-        answers.append({"error": type(result).__name__, "message": str(result)} if is_error else {"result": result})
+        result = outcome(lambda values: CALLS[head["op"]](_compiled(head["template"]), *values), arguments)
+        answers.append(describe_error(result) if isinstance(result, Fp8ServeError) else {"result": result})
     return {}, json.dumps(answers).encode()
 
 

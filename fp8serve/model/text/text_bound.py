@@ -1,4 +1,6 @@
-"""The fewest tokens a text can have, from its length alone, so that one too long for a context need not be tokenized.
+"""Bounds of a tokenizer: the fewest tokens a text can have, and the most text and time that a token can cost.
+
+The fewest tokens follow from a text's length alone, so that one too long for a context need not be tokenized.
 
 Such a bound exists only if a token covers a bounded number of characters. It does not if a pre-tokenizer drops
 whitespace, unknown characters fuse into one token, a normalizer strips, or an added token absorbs the spaces beside it.
@@ -6,10 +8,21 @@ So every part of the tokenizer is looked up in a list of parts that are known to
 characters that it joins into one. With any other part there is no bound. Characters are code points: a byte-level
 vocabulary writes one symbol for a byte, so an entry of k symbols covers at most k characters. Single characters that
 such a vocabulary has no symbol for vanish without a token; they are not counted.
+
+An engine decodes every token that it generates, between two steps of all its requests. So a decoder is checked once,
+when the tokenizer is read, and its cost is certain from then on:
+  * one token yields at most `MAX_TOKEN_CHARS` characters: the longest entry, times what each part of the decoder may
+    make of one character;
+  * a part that searches by a regular expression may not repeat, group or choose, because such a search can take any
+    time;
+  * a part may strip one character of the beginning of a text and no more: a stream does not know where the end is, has
+    only the last tokens before a new one, and the library fails on texts shorter than what is to be stripped.
+All tokenizers that we know of pass: their decoders join pieces, and replace the mark before a word by a space.
 """
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +35,9 @@ BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
 # decomposition (U+FDFA) has eighteen.
 _NORMALIZERS = {"NFC": 4, "NFD": 1, "NFKC": 18, "NFKD": 1, "Lowercase": 1, "Prepend": 1, "ByteLevel": 1}
 _KEEPING = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"})
+MAX_TOKEN_CHARS = 16_384
+_SEARCHES = re.compile(r"[*+?{(|]|\\[1-9kg]")  # what makes the time of a regular expression grow
+_FACTORS = {"WordPiece": 2, "CTC": 2, "BPEDecoder": 2}  # they may put a space beside every character
 
 
 @dataclass(frozen=True)
@@ -52,7 +68,7 @@ def _described(component: Any) -> list[dict[str, Any]]:
 
 
 def _flat(description: dict[str, Any]) -> list[dict[str, Any]]:
-    parts = description.get("normalizers", description.get("pretokenizers"))
+    parts = next((description[key] for key in ("normalizers", "pretokenizers", "decoders") if key in description), None)
     return [description] if parts is None else [step for part in parts for step in _flat(part)]
 
 
@@ -101,3 +117,30 @@ def _longest(backend: tokenizers.Tokenizer) -> int:
     if backend.normalizer is not None:
         added += [backend.normalizer.normalize_str(text) for text in added]
     return max(map(len, [*entries, *added]), default=1)
+
+
+def check_decoder(backend: tokenizers.Tokenizer, entries: list[str]) -> None:
+    """ValueError: the decoder could yield too much text of one of `entries`, take too long, or fail."""
+    longest = max(map(len, entries), default=0)
+    own = backend.get_vocab(with_added_tokens=False)
+    if len(set(own.values())) < len(own):
+        raise ValueError("several entries of its vocabulary have one id, which then has no certain text")
+    factor = math.prod(map(_factor, _described(backend.decoder)))
+    if longest * factor > MAX_TOKEN_CHARS:
+        raise ValueError(
+            f"its decoder could make {longest * factor} characters of one token, and {MAX_TOKEN_CHARS} are the most"
+        )
+
+
+def _factor(part: dict[str, Any]) -> int:
+    """The most characters that this part makes of one. ValueError: its time is not bounded, or it may fail."""
+    if part["type"] == "Strip" and (part["stop"] or part["start"] > 1):
+        raise ValueError("its decoder strips more of a text than one character at the beginning")
+    if part["type"] != "Replace":
+        return _FACTORS.get(part["type"], 1)
+    pattern, content = part["pattern"], part["content"]
+    if "String" in pattern:
+        return max(1, math.ceil(len(content) / max(1, len(pattern["String"]))))
+    if _SEARCHES.search(pattern["Regex"]):
+        raise ValueError("its decoder searches by a regular expression that can take any time")
+    return 1 + len(content)  # it may match between two characters

@@ -10,7 +10,7 @@ The pieces then concatenate to exactly what `decode` gives for the whole, on any
 
 A failure of the library, a panic of its Rust code included, is a ModelError while the tokenizer is read, and a
 TokenizerError for a text or for tokens. How much text and time a token may cost is checked when the tokenizer is read
-(decoder_bound.py).
+(text_bound.py).
 """
 
 import re
@@ -25,10 +25,9 @@ import tokenizers
 from fp8serve.errors import Fp8ServeError, ModelError, RequestError, TokenizerError, one_line, shown
 from fp8serve.model.storage.files import MAX_CARRIED_BYTES, present, read_optional_json, read_text
 from fp8serve.model.text.chat import NOTHING, ChatTemplate, Message
-from fp8serve.model.text.decoder_bound import check_decoder
 from fp8serve.model.text.limited_process import is_limited
 from fp8serve.model.text.limited_template import LimitedTemplate, outcome
-from fp8serve.model.text.text_bound import TextBound, text_bound
+from fp8serve.model.text.text_bound import TextBound, check_decoder, text_bound
 from fp8serve.model.text.turns import Conversation, MarkedText, Markers, Span, assistant_spans
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -146,7 +145,7 @@ class Tokenizer:
         return 0 if self.bound is None else self.bound.fewest_tokens(text)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids, with the model's own BOS (or whatever its post-processor adds) unless told otherwise."""
+        """Token ids, with the model's own BOS, or whatever its post-processor adds, if `add_special_tokens`."""
         return self.encode_with_offsets(text, add_special_tokens)[0]
 
     def encode_pair(self, text: str, second: str | None = None, most: int | None = None) -> tuple[list[int], list[int]]:
@@ -162,8 +161,8 @@ class Tokenizer:
                 return encoding.ids, encoding.type_ids
             parts = [self._beginning(part, most, False) for part in (text, second) if part is not None]
             room = max(0, most - self.special_count(is_pair=second is not None))
-            for found, kept in zip(parts, shares([len(found.ids) for found in parts], room), strict=True):
-                found.truncate(kept)
+            for encoded, share in zip(parts, shares([len(encoded.ids) for encoded in parts], room), strict=True):
+                encoded.truncate(share)
             encoding = self._backend.post_process(parts[0], parts[1] if len(parts) > 1 else None)
             return encoding.ids, encoding.type_ids
 
@@ -201,17 +200,17 @@ class Tokenizer:
             return self.encode_with_offsets(text, add_special_tokens)
         _check_unicode(text)
         with library_failures(TokenizerError, _CANNOT_READ):
-            found = self._beginning(text, tokens, add_special_tokens)
-        whole = len(found.ids) < tokens + _MARGIN
-        return (found.ids, found.offsets) if whole else (found.ids[: tokens + 1], found.offsets[: tokens + 1])
+            result = self._beginning(text, tokens, add_special_tokens)
+        whole = len(result.ids) < tokens + _MARGIN
+        return (result.ids, result.offsets) if whole else (result.ids[: tokens + 1], result.offsets[: tokens + 1])
 
     def _beginning(self, text: str, tokens: int, add_special_tokens: bool) -> tokenizers.Encoding:
         """For the whole text, or for a part that gives more than `tokens`."""
         chars = (tokens + _MARGIN) * _CHARS_PER_TOKEN
         while chars < len(text):
-            found = self._backend.encode(text[:chars], add_special_tokens=add_special_tokens)
-            if len(found.ids) >= tokens + _MARGIN:
-                return found
+            encoding = self._backend.encode(text[:chars], add_special_tokens=add_special_tokens)
+            if len(encoding.ids) >= tokens + _MARGIN:
+                return encoding
             chars *= 2
         return self._backend.encode(text, add_special_tokens=add_special_tokens)
 
@@ -286,7 +285,7 @@ class Tokenizer:
 
 
 def lacks_tokenizer(model_dir: Path) -> str:
-    """What the owner of a directory without a tokenizer.json is told."""
+    """The message for the owner of a directory without a tokenizer.json."""
     others = [name for name in ("tekken.json", "tokenizer.model") if present(model_dir / name)]
     return (
         f"{model_dir} holds no tokenizer.json{', and ' + others[0] + ' is not read' if others else ''}; "
@@ -300,8 +299,8 @@ def shares(lengths: Sequence[int], room: int) -> list[int]:
     if len(lengths) == 1 or sum(lengths) <= room:
         return [min(length, room) for length in lengths]
     short = min(lengths)
-    kept = [short, room - short] if 2 * short <= room else [room // 2, room - room // 2]
-    return kept if lengths[0] <= lengths[1] else kept[::-1]
+    both = [short, room - short] if 2 * short <= room else [room // 2, room - room // 2]
+    return both if lengths[0] <= lengths[1] else both[::-1]
 
 
 def _check_unicode(text: str) -> None:
@@ -385,8 +384,8 @@ def _id_of(backend: tokenizers.Tokenizer, token: str | None) -> int | None:
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """Written as "<s>" or as {"content": "<s>", ...}."""
-    found = {name: config.get(name) for name in _NAMED}
-    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
+    tokens = {name: config.get(name) for name in _NAMED}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 

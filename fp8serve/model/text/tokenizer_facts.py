@@ -1,23 +1,32 @@
 """What a server's front knows of a model's tokenizer, which itself runs only in other processes.
 
 A tokenizer is a stranger's program: a text of five characters can cost it seconds, and its library can fail in ways
-that end a process. So a process with limits reads it (text_process.py) and describes it once, and only the engine and
+that end a process. So a process with limits reads it (`describe`) and describes it once, and only the engine and
 the parser processes run it. What a front needs beside texts and ids is plain data: which ids are special, which end a
 sequence, how many tokens a text has at least, and, for log-probabilities, the text of every token. No torch here.
+
+`python -m fp8serve.model.text.tokenizer_facts` is that process; limited_process.py says how to communicate with it.
 """
 
 import json
+import sys
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from fp8serve.errors import TokenizerError
+from fp8serve.model.text.limited_process import Answer, LimitedProcess, serve
 from fp8serve.model.text.text_bound import TextBound
 from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.processes import Head
 
 MAX_TABLE_BYTES = 1 << 28  # of one column
+MODULE = "fp8serve.model.text.tokenizer_facts"
+READING_SECONDS, READING_MEMORY = 30.0, 2 << 30
+"""Processor time and memory to read a tokenizer: ten times what the largest published one takes."""
 
 
 @dataclass
@@ -129,3 +138,27 @@ def _column(entries: Iterable[bytes]) -> bytes:
         if total > MAX_TABLE_BYTES:
             raise TokenizerError("The texts of this model's tokens are too long for log-probabilities.")
     return array("I", accumulate(map(len, held))).tobytes() + b"".join(held)
+
+
+def describe(directory: Path, cpu: float = READING_SECONDS, memory: int = READING_MEMORY) -> TokenizerFacts:
+    """The facts about a directory's tokenizer, read under limits. ModelError: it has none, or one that is of no use."""
+    process = LimitedProcess(MODULE, cpu, memory)
+    try:
+        head = {"op": "describe", "directory": str(directory)}
+        _, written = process.perform(f"Reading {directory / 'tokenizer.json'}", head)
+        return TokenizerFacts.from_json(written)
+    finally:
+        process.close()
+
+
+def _describe(head: Head, body: bytes) -> Answer:
+    return {}, TokenizerFacts.of(Tokenizer.from_dir(Path(head["directory"]))).to_json()
+
+
+def main() -> int:
+    serve({"describe": _describe})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

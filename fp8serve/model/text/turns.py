@@ -34,7 +34,7 @@ Span = tuple[int, int]  # character positions [start, end)
 MarkedText = tuple[str, list[Span]]  # a rendered conversation, and what the assistant wrote of it
 _Render = Callable[..., str]  # ChatTemplate.render with its variables
 
-_KEPT = ("role", "type", "id", "tool_call_id")  # keys of a message whose values a template compares or checks
+_RETAINED = ("role", "type", "id", "tool_call_id")  # keys of a message whose values a template compares or checks
 _DIGITS = "".join(
     chr(0xE100 + i) for i in range(16)
 )  # private-use characters, which no template's upper(), strip() or title() changes
@@ -156,8 +156,8 @@ class _Writer:
         """Stand-ins for the text between the constants; blank parts stay."""
         parts, lead = [], ""
         for part in constants.split(text):
-            kept = not part.strip() or constants.fullmatch(part)
-            core = "" if kept else part.strip() if trim else part
+            stays = not part.strip() or constants.fullmatch(part)
+            core = "" if stays else part.strip() if trim else part
             before, after = part.split(core, 1) if core else (part, "")
             parts += [before, self.stand_in(owner, core, lead + before) if core else "", after]
             lead += part
@@ -185,14 +185,14 @@ def _stand_in(template: ChatTemplate, render: _Render, messages: list[Message]) 
 def _constants(template: ChatTemplate) -> re.Pattern[str]:
     """The texts that the template may look for in a message: its constants other than plain words, longest first."""
     marks = {c.strip() for c in template.constants}
-    found = sorted((m for m in marks if len(m) > 1 and not m.replace("_", "").isalnum()), key=len, reverse=True)
-    return re.compile(f"({'|'.join(map(re.escape, found)) or '(?!)'})")
+    constants = sorted((m for m in marks if len(m) > 1 and not m.replace("_", "").isalnum()), key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, constants)) or '(?!)'})")
 
 
 def _view(
     render: _Render, messages: list[Message], text: str, writer: _Writer, write: Callable[[int, str], str]
 ) -> _View | None:
-    dummies = [{k: v if k in _KEPT else _mapped(v, i, write) for k, v in m.items()} for i, m in enumerate(messages)]
+    dummies = [{k: v if k in _RETAINED else _mapped(v, i, write) for k, v in m.items()} for i, m in enumerate(messages)]
     try:
         parts = writer.pattern.split(render(dummies, add_generation_prompt=False))
     except RequestError:
@@ -222,11 +222,11 @@ def _number(digits: str) -> int:
 
 
 def _mapped(value: Any, owner: int, write: Callable[[int, str], str]) -> Any:
-    """`value` with every text in it replaced, except where `_KEPT` says."""
+    """`value` with every text in it replaced, except where `_RETAINED` says."""
     if isinstance(value, str):
         return write(owner, value)
     if isinstance(value, dict):
-        return {k: v if k in _KEPT else _mapped(v, owner, write) for k, v in value.items()}
+        return {k: v if k in _RETAINED else _mapped(v, owner, write) for k, v in value.items()}
     return [_mapped(v, owner, write) for v in value] if isinstance(value, list | tuple) else value
 
 
@@ -287,21 +287,21 @@ class _Turns:
         """The text that message `number` adds to the conversation before it, up to an end-of-sequence token."""
         view = self._view
         begin = view.pieces[first - 1].end if first else 0
-        asked = self._asked(number, view.text[begin : view.pieces[first].start])
+        prompt = self._prompt_before(number, view.text[begin : view.pieces[first].start])
         alike = self._alike(self._behind(last), self._tail(view.dummies[: number + 1])).rstrip()
-        if asked is None or not alike:
+        if prompt is None or not alike:
             raise RequestError(
                 f"The model's chat template does not begin message {number}, which calls tools, with its generation "
                 "prompt, so that a request would not continue as the row does; put {% generation %} blocks into the "
                 "template, or use rows of `prompt` and `completion`."
             )
         end = self._end.search(alike)
-        return begin + len(asked), view.pieces[last].end + (end.end() if end else len(alike))
+        return begin + len(prompt), view.pieces[last].end + (end.end() if end else len(alike))
 
-    def _asked(self, number: int, before: str) -> str | None:
-        """The part of `before`, which is between the last text and a turn, that asks for message `number`."""
-        asks = self._tail(self._view.dummies[:number], add_generation_prompt=True)
-        return asks if before.startswith(asks) else None
+    def _prompt_before(self, number: int, before: str) -> str | None:
+        """The part of `before`, which is between the last text and a turn, that prompts for message `number`."""
+        prompt = self._tail(self._view.dummies[:number], add_generation_prompt=True)
+        return prompt if before.startswith(prompt) else None
 
     def _behind(self, index: int) -> str:
         """The text between a piece and the next one."""
@@ -319,10 +319,10 @@ class _Turns:
     def _generation_prompt(self) -> str:
         """The text that a request for an answer adds after the last text of the conversation."""
         try:
-            asked = self._tail(self._view.dummies, add_generation_prompt=True)
+            prompt = self._tail(self._view.dummies, add_generation_prompt=True)
         except RequestError:  # some templates refuse to answer an assistant
             return ""
-        return asked[len(self._alike(asked, self._view.tail)) :]
+        return prompt[len(self._alike(prompt, self._view.tail)) :]
 
     def _closing_tail(self) -> str:
         """The end of the assistant's last turn without calls, in a conversation that ends with it."""

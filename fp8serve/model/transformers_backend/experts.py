@@ -78,8 +78,8 @@ def _holds_experts(path: str, module: nn.Module) -> bool:
 def take_apart(model: nn.Module, dtype: torch.dtype) -> None:
     """Replace all experts of `model` that have the usual form: gate beside up, no biases, nothing transposed."""
     leaves = _leaves(model)
-    found = {name: module for name, module in model.named_modules() if leaves and _is_plain(module)}
-    for name, module in found.items():
+    modules = {name: module for name, module in model.named_modules() if leaves and _is_plain(module)}
+    for name, module in modules.items():
         stack: Any = module
         count, hidden, size = stack.down_proj.shape
         experts = ClassExperts(ClassExpert(leaves, hidden, size, stack.act_fn) for _ in range(count)).to(dtype)
@@ -100,12 +100,12 @@ def _leaves(model: Any) -> Any:
     """The names of an expert's linear layers in files; None where files hold no single experts."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    found = {}
+    leaves = {}
     for conversion in get_model_conversion_mapping(model):
         sources, targets = conversion.source_patterns, conversion.target_patterns
         if len(targets) == 1 and targets[0].endswith(STACKS) and all("experts.*." in source for source in sources):
-            found[targets[0].rpartition(".")[2]] = [source.split(".")[-2] for source in sources]
-    both = [*found.get("gate_up_proj", ()), *found.get("down_proj", ())]
+            leaves[targets[0].rpartition(".")[2]] = [source.split(".")[-2] for source in sources]
+    both = [*leaves.get("gate_up_proj", ()), *leaves.get("down_proj", ())]
     return tuple(both) if len(both) == 3 else None
 
 
@@ -113,9 +113,9 @@ def _is_plain(module: Any) -> bool:
     stacks = {name: parameter.dim() for name, parameter in module.named_parameters(recurse=False)}
     if stacks != {"gate_up_proj": 3, "down_proj": 3}:
         return False
-    made = (module.has_gate, module.is_concatenated, module.is_transposed, module.has_post_expert_norm)
+    layout = (module.has_gate, module.is_concatenated, module.is_transposed, module.has_post_expert_norm)
     gates = type(module)._apply_gate.__module__ == "transformers.integrations.moe"
-    return gates and made == (True, True, False, False) and hasattr(module, "act_fn")
+    return gates and layout == (True, True, False, False) and hasattr(module, "act_fn")
 
 
 def _routers(block: nn.Module) -> Iterator[nn.Module]:

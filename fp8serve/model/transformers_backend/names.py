@@ -13,7 +13,7 @@ from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.storage.shards import Shards
 from fp8serve.model.transformers_backend.experts import STACKS
 from fp8serve.model.transformers_backend.network import TransformersModel
-from fp8serve.model.transformers_backend.turned_files import Turned
+from fp8serve.model.transformers_backend.transposed import TransposedShards
 
 Rename = Callable[[str], str]
 
@@ -38,11 +38,12 @@ def by_module(shards: Shards, config: ModelConfig) -> Shards:
             continue
         if name in buffers:
             raise ModelError(
-                f"{config.architecture} keeps {key} in its files, which is no weight; that needs a family."
+                f"{key} is a buffer in the checkpoint, which the transformers backend does not load; "
+                f"{config.architecture} needs a model family."
             )
         names[key] = name
     named = shards.renamed(names)
-    return Turned(named, model.transposed) if model.transposed else named
+    return TransposedShards(named, model.transposed) if model.transposed else named
 
 
 def _renames(built: Any, keys: Iterable[str]) -> Iterable[Rename]:
@@ -56,9 +57,9 @@ def _renames(built: Any, keys: Iterable[str]) -> Iterable[Rename]:
             yield from map(_rename, sources, several)
         elif all(target.endswith(STACKS) for target in conversion.target_patterns):
             continue  # experts are read one by one, as they are in the file
-        elif found := next((k for k in keys for p in conversion.source_patterns if re.search(p, k)), None):
+        elif key := next((k for k in keys for p in conversion.source_patterns if re.search(p, k)), None):
             name = type(built).__name__
-            raise ModelError(f"The file of {name} holds {found}, which transformers converts; a model is "
+            raise ModelError(f"The file of {name} holds {key}, which transformers converts; a model is "
                              "computed by transformers' class if its weights are read as they are.")  # fmt: skip
 
 

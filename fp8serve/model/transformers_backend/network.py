@@ -15,8 +15,7 @@ from fp8serve.fp8.stacked import Stacked
 from fp8serve.model.config.decoder import ModelConfig, TransformersClass
 from fp8serve.model.network.decoder import Attend
 from fp8serve.model.network.experts import mixtures
-from fp8serve.model.transformers_backend.attention import SERVED, answering
-from fp8serve.model.transformers_backend.building import build
+from fp8serve.model.transformers_backend.building import SERVED, answering, build
 from fp8serve.model.transformers_backend.experts import in_mixtures
 from fp8serve.model.transformers_backend.transposed import as_linears
 
@@ -39,8 +38,8 @@ class TransformersModel(nn.Module):
         self._base = str(built.base_model_prefix)
         self.head_name = _name_of(built, built.get_output_embeddings())
         self._embedding_name = _name_of(built, built.get_input_embeddings())
-        kept = {self.head_name, *in_mixtures(built)}  # a router stays in high precision
-        self._linears = [n for n, m in built.named_modules() if isinstance(m, nn.Linear) and n not in kept]
+        high_precision = {self.head_name, *in_mixtures(built)}  # a router stays in high precision
+        self._linears = [n for n, m in built.named_modules() if isinstance(m, nn.Linear) and n not in high_precision]
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, last: Tensor | None = None) -> Tensor:
         """See Decoder.forward. All rows are computed, and those of `last` are returned."""
@@ -129,5 +128,5 @@ class TransformersModel(nn.Module):
         yield from (self.get_submodule(name) for name in (*alone, self.head_name))
 
 
-def _name_of(model: nn.Module, wanted: nn.Module) -> str:
-    return next(str(name) for name, module in model.named_modules() if module is wanted)
+def _name_of(model: nn.Module, target: nn.Module) -> str:
+    return next(str(name) for name, module in model.named_modules() if module is target)

@@ -1,13 +1,20 @@
-"""Finds what a class of transformers asks of attention, by one pass on "meta", which computes only shapes.
+"""What a class of transformers requires of attention, from one pass on "meta", which computes only shapes.
 
 Windows are read from the class's masks: transformers builds every mask with a function of two positions, which is
 compared with "causal" and with "causal, with a window". A class with other masks, one that attends without
 transformers' interface, or one with a term between its last layer and its logits is refused, because its answers would
 be wrong.
+
+When weights are loaded, `check_against_class` compares the model with its class: two short sequences, packed by us and
+one by one by transformers. This detects a class in which tokens interact outside attention, or which takes positions
+from elsewhere. Rounding, and FP8 scales that two sequences share, cause differences of a few percent; a missing term
+causes more. In a mixture, rounding may send a token that is nearly undecided between two experts to the other one,
+whose output differs. So our pass gets the experts that the class chose, and every token is compared; most of our own
+choices must be the same.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -17,13 +24,24 @@ import torch
 from torch import Tensor, nn
 
 from fp8serve.errors import ModelError, shown
+from fp8serve.fp8.attention import causal_attention
 from fp8serve.model.config.decoder import ModelConfig, TransformersClass
 from fp8serve.model.config.reader import token_ids
-from fp8serve.model.transformers_backend.attention import TRIED, Mask, Seen, answering
-from fp8serve.model.transformers_backend.building import OWN_ATTENTION, build
+from fp8serve.model.network.decoder import rotated
+from fp8serve.model.network.experts import mixtures
+from fp8serve.model.transformers_backend.building import (
+    OWN_ATTENTION,
+    SERVED,
+    TRIED,
+    Mask,
+    Seen,
+    answering,
+    build,
+)
+from fp8serve.model.transformers_backend.network import TransformersModel
 
 TOKENS = 4
-_LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length")
+_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 BY_VALUES = (
     "{} cannot be served: transformers' class decides by the values of its tensors how it computes, and fp8serve "
     "checks a class before it reads weights."
@@ -31,10 +49,15 @@ BY_VALUES = (
 _COMPUTED = {"scaling", "softcap", "sliding_window"}
 _HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states", "cache_position",
              "is_causal", "layer_idx", "return_dict", "output_router_logits"}  # fmt: skip
+LENGTHS = [5, 9]
+TOLERANCE = 0.2  # relative to the norm of a token's hidden state
+MOST = 0.5  # fraction of the choices of experts
+ChosenExperts = tuple[Tensor, Tensor]  # (experts, their weights), as a mixture's experts are called with
+Hook = Callable[[nn.Module, Any], Any]
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """What one attention layer asked for. heads: (of queries, of keys, elements of each)."""
 
     heads: tuple[int, int, int]
@@ -53,8 +76,8 @@ def _described(config_json: str, generation_json: str, where: str) -> ModelConfi
     raw, generation = json.loads(config_json), json.loads(generation_json)
     model: Any = build(config_json, attention=TRIED)
     name, config = type(model).__name__, model.config.get_text_config()
-    if found := [other for other in raw.get("architectures") or () if other != name]:
-        raise ModelError(f"{where}: the architecture {shown(found[0])} is not that of {name}.")
+    if others := [other for other in raw.get("architectures") or () if other != name]:
+        raise ModelError(f"{where}: the architecture {shown(others[0])} is not that of {name}.")
     _check_rope(config, name, where)
     calls = trial(model)
     if (longest := _longest(config)) is None:
@@ -86,7 +109,7 @@ def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
-def _sizes(model: Any, call: Call) -> dict[str, Any]:
+def _sizes(model: Any, call: AttentionCall) -> dict[str, Any]:
     head, (heads, kv_heads, head_dim) = model.get_output_embeddings(), call.heads
     unused = dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias", "qk_norm"), False)
     return unused | {
@@ -108,9 +131,9 @@ def _tokens(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -
     return {"bos_token_id": next(iter(begin), None), "eos_token_ids": token_ids(eos, "eos_token_id", where)}
 
 
-def trial(model: Any) -> list[Call]:
+def trial(model: Any) -> list[AttentionCall]:
     """The calls of attention in one pass over a few tokens, in their order."""
-    calls: list[Call] = []
+    calls: list[AttentionCall] = []
     name, longest = type(model).__name__, _longest(model.config.get_text_config()) or TOKENS
 
     def answer(number: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: Any) -> Tensor:
@@ -118,7 +141,9 @@ def trial(model: Any) -> list[Call]:
         scale = options.get("scaling")
         heads = q.shape[1], k.shape[1], q.shape[3]
         window = _window(mask.sees, name, longest)
-        calls.append(Call(heads, heads[2] ** -0.5 if scale is None else float(scale), window, options.get("softcap")))
+        calls.append(
+            AttentionCall(heads, heads[2] ** -0.5 if scale is None else float(scale), window, options.get("softcap"))
+        )
         return q[0].transpose(0, 1)
 
     try:
@@ -185,13 +210,13 @@ def _check_call(
     if getattr(module, "is_causal", True) is not True:
         raise ModelError(f"{name} has attention that is not causal, which no cache can serve.")
     if not isinstance(mask, Mask):
-        raise ModelError(f"{name} makes attention masks of its own, so that nobody knows which tokens are seen.")
+        raise ModelError(f"{name} makes attention masks of its own, from which the visible tokens cannot be read.")
     if value.shape[3] != query.shape[3] or query.shape[3] % 2:
         raise ModelError(
             f"{name} has heads of {query.shape[3]} and {value.shape[3]} elements, which the cache does not hold."
         )
-    for key, given in options.items():
-        if key not in _COMPUTED | _HARMLESS and given is not None:
+    for key, option in options.items():
+        if key not in _COMPUTED | _HARMLESS and option is not None:
             raise ModelError(f"{name} gives attention the option {key}, which is not computed here.")
 
 
@@ -211,12 +236,76 @@ def _window(sees: Seen, name: str, longest: int) -> int | None:
 
 def _longest(config: Any) -> int | None:
     """The longest context of the model, if its configuration names it."""
-    return next((value for key in _LENGTHS if isinstance(value := getattr(config, key, None), int)), None)
+    return next((value for key in _LENGTH_KEYS if isinstance(value := getattr(config, key, None), int)), None)
 
 
 def _check_rope(config: Any, name: str, where: str) -> None:
     """Frequencies that depend on the length of a sequence would change under the keys in a cache."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    for kind in {str(found.get("rope_type")) for found in kinds} & {"dynamic", "longrope"}:
+    for kind in {str(kind_config.get("rope_type")) for kind_config in kinds} & {"dynamic", "longrope"}:
         raise ModelError(f"{where}: {name} has rotary position of the type {shown(kind)}, which only families compute.")
+
+
+@torch.no_grad()
+def check_against_class(model: TransformersModel) -> None:
+    """ModelError: the class computes something different."""
+    name, device = model.config.architecture, model.embedding.weight.device
+    ids = torch.randint(model.config.vocab_size, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+    sequences = list(torch.split(ids.to(device), LENGTHS))
+    chosen: dict[str, list[ChosenExperts]] = {mixture: [] for mixture in mixtures(model)}
+    with _hooked(model, lambda mixture: lambda module, args: chosen[mixture].append(args[1:])):
+        theirs = [_theirs(model, sequence) for sequence in sequences]
+    agree: list[Tensor] = []
+    with _hooked(model, lambda mixture: _imposing(chosen[mixture], agree)):
+        result = _ours(model, sequences).float()
+    expected = torch.cat(theirs)
+    near = (result - expected).norm(dim=-1) <= TOLERANCE * expected.norm(dim=-1)
+    if not near.all() or (agree and float(torch.cat(agree).float().mean()) < MOST):
+        raise ModelError(f"{name} gives other hidden states by our attention than by transformers' own.")
+
+
+@contextmanager
+def _hooked(model: TransformersModel, hook: Callable[[str], Hook]) -> Iterator[None]:
+    """Inside the context, the experts of every mixture are called through a hook."""
+    hooks = [experts.register_forward_pre_hook(hook(name)) for name, experts in mixtures(model).items()]
+    try:
+        yield
+    finally:
+        for handle in hooks:
+            handle.remove()
+
+
+def _imposing(choices: list[ChosenExperts], agree: list[Tensor]) -> Hook:
+    """Replaces the choices of one pass by those of all sequences, and records which are the same."""
+    chosen, weights = (torch.cat(parts) for parts in zip(*choices, strict=True))
+
+    def hook(module: nn.Module, args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        agree.append((args[1].sort(-1).values == chosen.sort(-1).values).all(-1))
+        return args[0], chosen, weights
+
+    return hook
+
+
+def _ours(model: TransformersModel, sequences: list[Tensor]) -> Tensor:
+    """Hidden states of all sequences in one pass."""
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return causal_attention(q, k, v, LENGTHS, *model.attention_options(layer))
+
+    positions = torch.cat([torch.arange(len(sequence), device=sequence.device) for sequence in sequences])
+    return model(torch.cat(sequences), positions, rotated(attend))  # type: ignore[no-any-return]
+
+
+def _theirs(model: TransformersModel, sequence: Tensor) -> Tensor:
+    """The hidden states that the class by itself gives its head."""
+    built: Any = model.whole[0]
+    seen: list[Tensor] = []
+    hook = model.head.register_forward_pre_hook(lambda module, args: seen.append(args[0][0]))
+    try:
+        built.set_attn_implementation("eager")
+        built(input_ids=sequence[None], use_cache=False)
+    finally:
+        hook.remove()
+        built.set_attn_implementation(SERVED)
+    return seen[0].float()

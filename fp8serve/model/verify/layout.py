@@ -1,4 +1,5 @@
-"""Tensors that are missing, left over, present twice, or not where the index places them."""
+"""Tensors that are missing, left over, present twice, not where the index places them, or not as quantization_config
+states."""
 
 import math
 from collections.abc import Iterator
@@ -6,15 +7,18 @@ from collections.abc import Iterator
 import torch
 
 from fp8serve.errors import Fp8ServeError
-from fp8serve.model.formats.interop import KV
+from fp8serve.model.formats.interop import BLOCKED_INPUT, KV, Scheme
 from fp8serve.model.formats.scales import FILE_NAME, problems, read_scales
+from fp8serve.model.formats.targets import CLASS, matches
 from fp8serve.model.storage.files import present, read_json
 from fp8serve.model.storage.shards import INDEX, SINGLE
-from fp8serve.model.verify.finding import Finding, error, warning
-from fp8serve.model.verify.subject import AGAIN, FP8, Subject
+from fp8serve.model.verify.subject import AGAIN, FP8, Finding, Subject, error, is_embedding, warning
 
 TOLERANCE = 0.01  # between a scale and its copy in scales.safetensors: another project may have rounded it to BF16
 _EMBEDDINGS = "embed_tokens.weight"
+BLOCK = 128  # rows and columns of a weight that share a scale
+_CONFIG = "quantization_config"
+_WRITE = "correct quantization_config, or write the model again"
 
 
 def index_and_files(subject: Subject) -> Iterator[Finding]:
@@ -50,9 +54,9 @@ def total_size(subject: Subject) -> Iterator[Finding]:
         return
     metadata = read_json(subject.path / INDEX).get("metadata")
     stated = metadata.get("total_size") if isinstance(metadata, dict) else None
-    found = sum(math.prod(e.shape) * e.dtype.itemsize for e in subject.entries.values())
-    if isinstance(stated, int) and stated != found:
-        yield warning("index", INDEX, f"states {stated} bytes of tensors; there are {found}", AGAIN)
+    size = sum(math.prod(e.shape) * e.dtype.itemsize for e in subject.entries.values())
+    if isinstance(stated, int) and stated != size:
+        yield warning("index", INDEX, f"states {stated} bytes of tensors; there are {size}", AGAIN)
 
 
 def unknown_scales(subject: Subject) -> Iterator[Finding]:
@@ -149,3 +153,86 @@ def side_car(subject: Subject) -> Iterator[Finding]:
 def _is_unreadable(subject: Subject, file: str | None = None) -> bool:
     """Whether this file, or any, could not be read, so that its tensors are not reported as missing as well."""
     return any(t.check == "unreadable" and file in (None, t.tensor) for t in subject.trouble)
+
+
+def fp8_without_config(subject: Subject) -> Iterator[Finding]:
+    is_configured = subject.quantization is not None or any(t.check == "config" for t in subject.trouble)
+    if subject.config is not None and subject.weights and not is_configured:
+        key = next(iter(subject.weights.values()))
+        what = "is FP8, but config.json has no quantization_config"
+        yield error("config", key, what, "add the quantization_config of the tool that wrote the model")
+
+
+def config_without_fp8(subject: Subject) -> Iterator[Finding]:
+    quantization = subject.quantization
+    has_experts_in_blocks = any(key.endswith("_blocks") for key in subject.entries)  # of gpt-oss
+    has_fp8 = subject.weights or subject.mx or has_experts_in_blocks
+    if quantization is not None and quantization.groups and not has_fp8:
+        what = f"says that weights are quantized by {quantization.producer}, and none is"
+        yield error("config", _CONFIG, what, "take it out, or write the model again")
+
+
+def ignored_layers(subject: Subject) -> Iterator[Finding]:
+    """Layers that should not be FP8 but are, and the reverse."""
+    quantization = subject.quantization
+    if quantization is None:
+        return
+    for owner, key in subject.weights.items():
+        if _is_left_out(owner, quantization.ignore):
+            yield error("config", key, f"is FP8, but {_CONFIG} leaves {owner} out", _WRITE)
+        elif _scheme(subject, owner) is None:
+            yield error("config", key, f"is FP8, but no group of {_CONFIG} has {owner}", _WRITE)
+    leaves = {owner.rpartition(".")[2] for owner in subject.weights}
+    for key, entry in subject.entries.items():
+        owner = key.removesuffix(".weight")
+        plain = key.endswith(".weight") and len(entry.shape) == 2 and key not in subject.mx
+        if not plain or owner in subject.weights or owner.rpartition(".")[2] not in leaves:
+            continue
+        if not _is_left_out(owner, quantization.ignore) and _scheme(subject, owner) is not None:
+            yield error("config", key, f"is not FP8, but {_CONFIG} does not leave {owner} out", _WRITE)
+
+
+def input_scales(subject: Subject) -> Iterator[Finding]:
+    """Static inputs have a scale in every layer, dynamic ones in none."""
+    for owner in subject.weights:
+        scheme, key = _scheme(subject, owner), subject.scale_of(owner, "input")
+        if scheme is None:
+            continue
+        is_static = scheme.input_spec.source == "stored" and not is_embedding(owner)
+        if is_static and key is None:
+            what = f"has no input_scale, though {_CONFIG} says that inputs are static"
+            yield error("missing", owner, what, "calibrate the model, or choose dynamic inputs")
+        elif key is not None and not is_static:
+            yield warning("config", key, f"is not used: {_CONFIG} says that inputs are dynamic", "take it out")
+
+
+def weight_blocks(subject: Subject) -> Iterator[Finding]:
+    """If inputs are quantized in blocks, weights must be, too."""
+    for owner in subject.weights:
+        scheme, kind = _scheme(subject, owner), subject.granularity(owner)
+        blocks = scheme is not None and scheme.input_spec.granularity == BLOCKED_INPUT.granularity
+        single = kind == "tensor" and max(subject.entries[subject.weights[owner]].shape[-2:]) <= BLOCK
+        if kind is not None and blocks and not (kind == "block128x128" or single):
+            what = f"is one for each {kind}, but {_CONFIG} says blocks of 128 x 128"
+            yield error("config", str(subject.scale_of(owner, "weight")), what, _WRITE)
+
+
+def cache_scheme(subject: Subject) -> Iterator[Finding]:
+    """A cache that is declared FP8 must have scales; readers use 1 where there are none."""
+    config = (subject.config or {}).get(_CONFIG)
+    says = isinstance(config, dict) and bool(config.get("kv_cache_scheme"))
+    if says and not any(True for _ in subject.of_role(*KV)):
+        what = "has a kv_cache_scheme, but no k_scale or v_scale is there"
+        yield error("missing", _CONFIG, what, "calibrate the cache, or take the scheme out")
+
+
+def _is_left_out(owner: str, targets: tuple[str, ...]) -> bool:
+    """By its own name, or by that of a module around it: "model.vision_tower" is all of it, however it is wrapped."""
+    parts = f".{owner}."
+    around = (f".{target.removeprefix('model.')}." in parts for target in targets)
+    return any(around) or any(matches(target, owner) for target in targets if target != CLASS)
+
+
+def _scheme(subject: Subject, owner: str) -> Scheme | None:
+    """The configuration of the layer; None: there is none, which other checks report."""
+    return None if subject.quantization is None else subject.quantization.find_scheme(owner)

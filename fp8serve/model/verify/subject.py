@@ -1,13 +1,15 @@
 """A checkpoint as it is on disk: the tensors that can be read, their roles according to their names, and read errors.
 
-Nothing is refused here. A file that cannot be read becomes a finding, and the others are still checked.
+Nothing is refused here. A file that cannot be read becomes a finding, and the others are still checked. The codes of an
+FP8 weight are counted once: a table of 256 counts and each group's largest. A weight is read from the mapped file a few
+million codes at a time.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,10 +23,10 @@ from fp8serve.model.formats.scales import FILE_NAME
 from fp8serve.model.formats.torchao import plain_name, plain_names
 from fp8serve.model.storage.files import present, read_json
 from fp8serve.model.storage.shards import INDEX, SINGLE, Shards, StoredTensor, read_header
-from fp8serve.model.transformers_backend.turned_files import as_multiplied
-from fp8serve.model.verify.codes import Codes, codes_of
-from fp8serve.model.verify.finding import Finding, error
+from fp8serve.model.transformers_backend.transposed import as_multiplied
 
+Severity = Literal["error", "warning"]
+_MAGNITUDE, _PART = 0x7F, 2**22
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 AGAIN = "download or write it again"
 # For a stack of experts: the suffix of a scale's name, and what it scales.
@@ -33,6 +35,100 @@ _STACKED: dict[str, Role] = {"_activation_scale": "input", "_input_scale": "inpu
 _EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "wpe", "word_embeddings", "position_embeddings", "tok_embeddings",
                "token_type_embeddings")  # fmt: skip
 _IGNORED = (".input_scale_ub",)  # a bound on the scales of tokens, which are computed dynamically
+
+
+@dataclass(frozen=True)
+class Finding:
+    """severity "error": answers would be wrong if it were served like this, or a reader refuses it. check: the kind of
+    finding, one word. tensor: its name, or that of a file or a key of config.json."""
+
+    severity: Severity
+    check: str
+    tensor: str
+    what: str  # follows the tensor's name: "holds the scale nan"
+    do: str  # an imperative: "quantize the model again"
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.tensor} {self.what}; {self.do}."
+
+
+def error(check: str, tensor: str, what: str, do: str) -> Finding:
+    return Finding("error", check, tensor, what, do)
+
+
+def warning(check: str, tensor: str, what: str, do: str) -> Finding:
+    return Finding("warning", check, tensor, what, do)
+
+
+@dataclass(frozen=True)
+class Codes:
+    """counts: how often each byte occurs, int64 [256]. largest: FP32, the largest magnitude in each group that shares a
+    scale; NaN does not count."""
+
+    counts: Tensor
+    largest: Tensor
+    values: Tensor  # FP32 [256], the value of each byte
+
+    @property
+    def total(self) -> int:
+        return int(self.counts.sum())
+
+    @property
+    def num_nan(self) -> int:
+        return int(self.counts[self.values.isnan()].sum())
+
+    @property
+    def rms(self) -> float:
+        squares = self.values.double().square() * self.counts
+        return float((squares[squares.isfinite()].sum() / max(self.total, 1)).sqrt())
+
+    def at(self, magnitude: float) -> int:
+        """The number of codes with this magnitude."""
+        return int(self.counts[self.values.abs() == magnitude].sum())
+
+
+def codes_of(stored: Tensor, kind: Granularity) -> Codes:
+    """The statistics of an FP8 weight [N, K], or a stack of them, with one scale for each `kind`."""
+    values = byte_values(stored.dtype)
+    raw = stored.view(torch.uint8).flatten(0, -2)  # [experts * rows, columns]
+    counts, rows = torch.zeros(256, dtype=torch.int64), []
+    for part in _parts(raw):
+        counts += torch.bincount(part.flatten(), minlength=256)
+        if kind != "tensor":
+            rows.append(_largest_of_rows(part, values, kind))
+    if kind == "tensor" or not rows:
+        seen = values.abs()[(counts > 0) & ~values.isnan()]
+        return Codes(counts, seen.amax().reshape(1) if len(seen) else torch.zeros(1), values)
+    largest = torch.cat(rows)
+    if kind == "block128x128":
+        in_rows = largest.reshape(-1, stored.shape[-2], largest.shape[-1]).transpose(-1, -2)
+        largest = _blocked(in_rows).flatten()
+    return Codes(counts, largest, values)
+
+
+def _parts(raw: Tensor) -> Iterator[Tensor]:
+    """Some rows at a time."""
+    step = max(1, _PART // max(raw.shape[1], 1))
+    return (raw[first : first + step] for first in range(0, len(raw), step))
+
+
+def _largest_of_rows(raw: Tensor, values: Tensor, kind: Granularity) -> Tensor:
+    """[rows] or, for blocks, [rows, blocks]."""
+    magnitudes = torch.nan_to_num(values[: _MAGNITUDE + 1], nan=0.0)[(raw & _MAGNITUDE).long()]
+    return magnitudes.amax(-1) if kind == "row" else _blocked(magnitudes)
+
+
+def _blocked(values: Tensor, size: int = 128) -> Tensor:
+    """The largest of every `size` along the last dimension; the last block may be smaller."""
+    padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % size))
+    return padded.reshape(*values.shape[:-1], -1, size).amax(-1)
+
+
+@cache
+def byte_values(dtype: torch.dtype) -> Tensor:
+    """FP32 [256]: the value of each byte in this FP8 type."""
+    return torch.arange(256, dtype=torch.int16).to(torch.uint8).view(dtype).float()
 
 
 @dataclass
@@ -55,8 +151,8 @@ class Subject:
     @cached_property
     def weights(self) -> dict[str, str]:
         """The keys of weights in FP8, by the names of their owners; those in MX blocks are apart."""
-        found = {k: e for k, e in self.entries.items() if e.dtype in FP8 and len(e.shape) > 1 and k not in self.mx}
-        return {key.removesuffix(".weight"): key for key in found}
+        entries = {k: e for k, e in self.entries.items() if e.dtype in FP8 and len(e.shape) > 1 and k not in self.mx}
+        return {key.removesuffix(".weight"): key for key in entries}
 
     @cached_property
     def mx(self) -> dict[str, str]:
@@ -66,11 +162,11 @@ class Subject:
     @cached_property
     def scales(self) -> dict[ScaleKey, list[str]]:
         """The keys of all scales of known meaning; several where two spellings mean the same scale."""
-        found: dict[ScaleKey, list[str]] = {}
+        scales: dict[ScaleKey, list[str]] = {}
         for key in self.entries:
             if (place := self._place(key)) is not None:
-                found.setdefault(place, []).append(key)
-        return found
+                scales.setdefault(place, []).append(key)
+        return scales
 
     @cached_property
     def unknown(self) -> list[str]:
@@ -183,14 +279,14 @@ def _read_files(subject: Subject, files: list[Path]) -> Subject:
     entries: dict[str, StoredTensor] = {}
     for file in files:
         try:
-            found = read_header(file)[0]
+            header = read_header(file)[0]
         except ModelError as damage:
             subject.trouble.append(_unreadable(file.name, damage))
             continue
-        for key in sorted(found.keys() & entries.keys()):
+        for key in sorted(header.keys() & entries.keys()):
             what = f"lies in {entries[key].file.name} and in {file.name}"
             subject.trouble.append(error("duplicate", key, what, "keep one of the two"))
-        entries |= found
+        entries |= header
     subject.shards = as_multiplied(plain_names(Shards(entries)), subject.config or {})
     return subject
 
@@ -220,8 +316,8 @@ def _quantization(subject: Subject, config: Mapping[str, Any]) -> Quantization |
 
 
 def _weight_map(subject: Subject, index: Mapping[str, Any]) -> Mapping[str, str] | None:
-    found = index.get("weight_map")
-    if isinstance(found, dict) and found and all(isinstance(name, str) for name in found.values()):
-        return {plain_name(key, found): name for key, name in found.items()}
+    weight_map = index.get("weight_map")
+    if isinstance(weight_map, dict) and weight_map and all(isinstance(name, str) for name in weight_map.values()):
+        return {plain_name(key, weight_map): name for key, name in weight_map.items()}
     subject.trouble.append(error("index", INDEX, "has no weight_map from tensor names to files", AGAIN))
     return None

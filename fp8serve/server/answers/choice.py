@@ -3,7 +3,7 @@
 A template contains the marks that its model was trained to write, because it writes them itself into the conversations
 that it renders. A family is a row of `TOOL_FAMILIES` or of `REASONING_FAMILIES`; the first row whose mark a template
 contains is that of its model. A template that takes no tools at all gets Hermes' form, which is then described to the
-model (`model/text/tool_prompt.py`).
+model (`model/text/chat.py`).
 """
 
 from collections.abc import Callable, Mapping

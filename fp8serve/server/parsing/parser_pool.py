@@ -17,17 +17,8 @@ from dataclasses import dataclass
 
 from fp8serve.errors import MachineError
 from fp8serve.logs import LogFormat
-from fp8serve.model.text.limited_process import (
-    FRAME,
-    STATUS_SECONDS,
-    WAIT_SECONDS,
-    Answer,
-    Head,
-    error_of,
-    exhausted_by,
-    pack,
-)
-from fp8serve.processes import describe_exit, module_command, without_interrupts
+from fp8serve.model.text.limited_process import STATUS_SECONDS, WAIT_SECONDS, Answer, exhausted_by
+from fp8serve.processes import FRAME, Head, describe_exit, error_of, module_command, pack, without_interrupts
 from fp8serve.server.faults import Code, Fault
 
 SHORT = 1 << 13

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve import logs
-from fp8serve.model.text.limited_process import Answer, Head, Jobs, allow, serve
+from fp8serve.model.text.limited_process import Answer, Jobs, allow, serve
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.model.text.tokenizer_facts import TokenTable
+from fp8serve.processes import Head
 from fp8serve.server.parsing.texts import Asked, read_text
 
 SHOWN_TOKENS = 16

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from fp8serve.model.text.conversation import for_template
+from fp8serve.model.text.chat_rows import for_template
 from fp8serve.server.schemas.bodies import Strict
 
 MAX_CALLS = 128

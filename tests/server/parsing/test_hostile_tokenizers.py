@@ -8,10 +8,10 @@ import pytest
 import tokenizers
 
 from fp8serve.errors import ModelError
-from fp8serve.model.text.limited_process import Answer, Head
-from fp8serve.model.text.text_process import describe
+from fp8serve.model.text.limited_process import Answer
 from fp8serve.model.text.tokenizer import Tokenizer
-from fp8serve.model.text.tokenizer_facts import TokenizerFacts
+from fp8serve.model.text.tokenizer_facts import TokenizerFacts, describe
+from fp8serve.processes import Head
 from fp8serve.server.parsing.parser_pool import Allowance
 from fp8serve.server.parsing.request_parser import SHORT_SECONDS
 from fp8serve.server.serving.served import Source

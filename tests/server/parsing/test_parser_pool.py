@@ -82,7 +82,7 @@ async def test_an_answer_that_cannot_be_read_is_an_error_with_a_sentence(
     frame: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = (
-        "import socket; from fp8serve.model.text.limited_process import FRAME, pack\n"
+        "import socket; from fp8serve.processes import FRAME, pack\n"
         f"peer = socket.socket(fileno=0); peer.recv(99); peer.sendall({frame})"
     )
     process = ParserProcess()

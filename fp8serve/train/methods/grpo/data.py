@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from fp8serve.errors import DataError, Fp8ServeError, shown
-from fp8serve.model.text.chat_rows import conversation_of, tools_of, valid_unicode
-from fp8serve.model.text.conversation import for_template
+from fp8serve.model.text.chat_rows import conversation_of, for_template, tools_of, valid_unicode
 from fp8serve.model.text.data_files import LIMITS, DataLimits
 from fp8serve.model.text.examples import object_of, read_rows
 from fp8serve.model.text.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors import SafetensorError
 
-from fp8serve.engine import kept_prefixes
+from fp8serve.engine import saved_prefixes
 from fp8serve.engine.client import EngineClient
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.kv_cache import BlockPool
@@ -134,7 +134,7 @@ def test_files_of_models_that_are_gone_are_removed(tmp_path: Path) -> None:
         kept = started(write_model(tmp_path / name), folder)
         kept.generate(PROMPTS, **SAMPLING)
         kept.save_prefixes()
-    (folder / f".x{kept_prefixes.SUFFIX}.tmp-0").touch()  # of a process that was killed
+    (folder / f".x{saved_prefixes.SUFFIX}.tmp-0").touch()  # of a process that was killed
     (folder / "a note of mine.safetensors").touch()
     (tmp_path / "gone").rename(tmp_path / "elsewhere")
     started(tmp_path / "stays", folder)
@@ -185,7 +185,7 @@ def test_a_full_disk_or_memory_leaves_the_old_file(
     def no_memory(blocks: Any) -> None:
         raise RuntimeError("not enough memory: you tried to allocate 4 bytes")
 
-    monkeypatch.setattr(kept_prefixes, "save_file", full)
+    monkeypatch.setattr(saved_prefixes, "save_file", full)
     first.generate(PROMPTS[1:], **SAMPLING)
     first.save_prefixes()
     assert "No space left" in caplog.text

@@ -50,6 +50,8 @@ from fp8serve.model.storage.opening import regular_file
 from fp8serve.model.storage.shards import load_tensors, read_header
 
 SUFFIX = ".prefixes.safetensors"
+log = logging.getLogger("fp8serve.engine")
+DEFAULT_BYTES, DEFAULT_SECONDS = 2**30, 300.0
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,10 @@ class Prefixes:
     tensors: Mapping[str, Tensor]
 
 
-def write(path: Path, found: Prefixes, fingerprint: str, model: str) -> None:
+def write(path: Path, prefixes: Prefixes, fingerprint: str, model: str) -> None:
     """Replaces the file at `path`. OSError: there is no room, or no permission; the old one stays then."""
-    hashes = torch.frombuffer(bytearray(b"".join(found.hashes)), dtype=torch.uint8).view(-1, HASH_BYTES)
-    tensors = {"hashes": hashes, **found.tensors}
+    hashes = torch.frombuffer(bytearray(b"".join(prefixes.hashes)), dtype=torch.uint8).view(-1, HASH_BYTES)
+    tensors = {"hashes": hashes, **prefixes.tensors}
     temporary = path.with_name(f".{path.name}.tmp-{os.urandom(4).hex()}-{os.getpid()}")
     try:
         save_file(tensors, temporary, {"fingerprint": fingerprint, "digest": _digest_of(tensors), "model": model})
@@ -106,17 +108,14 @@ def remove_left_overs(folder: Path) -> None:
     """Removes files of models whose directory is gone, and files that a killed process had begun to write."""
     for path in folder.glob(f".*{SUFFIX}.tmp-*"):
         with suppress(OSError):
-            if not _lives(path.name.rpartition("-")[2]):
+            pid = path.name.rpartition("-")[2]
+            if not (pid.isdecimal() and Path("/proc", pid).exists()):
                 path.unlink()
     for path in folder.glob(f"*{SUFFIX}"):
         with suppress(ModelError, OSError):
             model = read_header(path)[1].get("model")
             if model is not None and not Path(model).exists():
                 path.unlink()
-
-
-def _lives(pid: str) -> bool:
-    return pid.isdecimal() and Path("/proc", pid).exists()
 
 
 def _digest_of(tensors: Mapping[str, Tensor]) -> str:
@@ -128,11 +127,7 @@ def _digest_of(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-log = logging.getLogger("fp8serve.engine")
-DEFAULT_BYTES, DEFAULT_SECONDS = 2**30, 300.0
-
-
-class KeptPrefixes:
+class SavedPrefixes:
     """The file of one engine. Call `restore` before the first request, `save_if_due` between steps, `save` at last."""
 
     def __init__(self, path: Path, model_dir: Path, fingerprint: str, most_bytes: int, seconds: float) -> None:
@@ -148,13 +143,13 @@ class KeptPrefixes:
         if not present(self._path):
             return
         try:
-            found = read(self._path, self._fingerprint, runner.caches())
+            prefixes = read(self._path, self._fingerprint, runner.caches())
         except (ModelError, OSError) as problem:
             log.warning("The prefix cache starts empty, without %s, %s.", self._path, str(problem).rstrip("."))
             return
-        blocks = pool.restore(found.hashes)
-        runner.fill(blocks, found.tensors)
-        self._written = found.hashes
+        blocks = pool.restore(prefixes.hashes)
+        runner.fill(blocks, prefixes.tensors)
+        self._written = prefixes.hashes
         log.info("The prefix cache starts with %d blocks of %s.", len(blocks), self._path)
 
     def save_if_due(self, pool: BlockPool, runner: Runner) -> None:
@@ -177,17 +172,17 @@ class KeptPrefixes:
         if not hashes or hashes == self._written:
             return
         try:
-            found = Prefixes(hashes, runner.copies([block for _, block in chosen]))
+            prefixes = Prefixes(hashes, runner.copies([block for _, block in chosen]))
         except (RuntimeError, MemoryError) as problem:  # memory is short; the cache itself is sound
             log.warning("The prefix cache is not kept this time, for want of memory: %s.", one_line(problem))
             return
-        self._thread = Thread(target=self._write, args=(found,), daemon=True)
+        self._thread = Thread(target=self._write, args=(prefixes,), daemon=True)
         self._thread.start()
 
-    def _write(self, found: Prefixes) -> None:
+    def _write(self, prefixes: Prefixes) -> None:
         try:
-            write(self._path, found, self._fingerprint, self._model)
-            self._written = found.hashes
+            write(self._path, prefixes, self._fingerprint, self._model)
+            self._written = prefixes.hashes
         except OSError as problem:
             log.warning("The prefix cache cannot be kept in %s: %s.", self._path, problem.strerror or problem)
 
@@ -196,9 +191,9 @@ class KeptPrefixes:
             self._thread.join()
 
 
-def kept_prefixes(
+def open_prefixes(
     model_dir: Path, config: ModelConfig, options: EngineOptions, sizes: CachePlan
-) -> KeptPrefixes | None:
+) -> SavedPrefixes | None:
     """The kept prefixes of an engine with these options, if they ask for it.
 
     RequestError: the limit is less than a block. MachineError: the directory cannot be made.
@@ -224,7 +219,7 @@ def kept_prefixes(
     key = _digest({"model": str(model_dir.resolve()), **chosen})
     path = folder / f"{model_dir.resolve().name[:64]}-{key[:12]}{SUFFIX}"
     fingerprint = _digest({**chosen, **_of_weights(model_dir, options), **_of_machine(options)})
-    return KeptPrefixes(path, model_dir, fingerprint, most_bytes, options.cache_dir_seconds or DEFAULT_SECONDS)
+    return SavedPrefixes(path, model_dir, fingerprint, most_bytes, options.cache_dir_seconds or DEFAULT_SECONDS)
 
 
 def _of_weights(model_dir: Path, options: EngineOptions) -> dict[str, object]:
