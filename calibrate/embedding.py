@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
-from fp8serve.calibration.result import LayerReport, LinearGroup, Made
+from fp8serve.calibration.result import LayerReport, LinearGroup, Origin
 from fp8serve.model.text.tokenizer import Tokenizer
 
 GOAL = 0.999  # median below which a report names options that lose less
@@ -131,7 +131,7 @@ class EncoderEvalReport:
     layers: tuple[LayerReport, ...]
     seconds: float
     notes: tuple[str, ...] = ()
-    made: Made | None = None
+    made: Origin | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, allow_nan=False, ensure_ascii=False)
@@ -159,7 +159,7 @@ class EmbeddingReport:
     rounding: str
     kept: tuple[LinearGroup, ...] = ()  # what stays in high precision
     notes: tuple[str, ...] = ()
-    made: Made | None = None
+    made: Origin | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, allow_nan=False, ensure_ascii=False)

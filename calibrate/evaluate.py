@@ -26,7 +26,7 @@ from fp8serve.calibration.embedding import (
 )
 from fp8serve.calibration.measure import LayerTally, TokenTally, add_logits
 from fp8serve.calibration.options import SampleOptions
-from fp8serve.calibration.output import call, made
+from fp8serve.calibration.output import call, origin_of
 from fp8serve.calibration.passes import against as compared
 from fp8serve.calibration.passes import forward
 from fp8serve.calibration.pipeline import pooling_of
@@ -96,7 +96,7 @@ def evaluate(
         notes=notes + shortfall(settings.samples, limit, len(samples), tokens),
         documents=documents(samples),
         tokens=tokens,
-        made=made(command or call("evaluate", source, **arguments, **options)),
+        made=origin_of(command or call("evaluate", source, **arguments, **options)),
         head_dtype=head_dtype,
     )
 
@@ -206,7 +206,7 @@ def evaluate_encoder(
         layers=layers,
         seconds=stages.total(),
         notes=cut + shortfall(settings.samples, limit, len(samples), tokens),
-        made=made(command or call("calibration.evaluate.evaluate_encoder", source, **arguments, **options)),
+        made=origin_of(command or call("calibration.evaluate.evaluate_encoder", source, **arguments, **options)),
     )
 
 

@@ -30,7 +30,7 @@ from fp8serve.calibration.result import (
     GeneratedReport,
     HealingReport,
     LayerReport,
-    Made,
+    Origin,
     Quality,
     SmoothingReport,
     TensorReport,
@@ -47,7 +47,7 @@ from fp8serve.model.storage.shards import open_shards
 Report = CalibrationReport | EmbeddingReport
 
 
-def write(job: Job, out: Path, quality: Quality | Closeness, layers: tuple[LayerReport, ...], origin: Made) -> Report:
+def write(job: Job, out: Path, quality: Quality | Closeness, layers: tuple[LayerReport, ...], origin: Origin) -> Report:
     """Write `out`; returns the report as it was written, or would have been. origin: how the report was made."""
     stored = stored_states(job.states, job.recipe)
     checkpoint = _checkpoint(job, stored)
@@ -65,7 +65,7 @@ def _write_directory(
     checkpoint: ScalingCheckpoint,
     quality: Quality | Closeness,
     layers: tuple[LayerReport, ...],
-    origin: Made,
+    origin: Origin,
 ) -> Report:
     reports: list[Report] = []
 
@@ -107,7 +107,7 @@ def _seconds(job: Job) -> dict[str, float]:
 
 
 def _text_report(
-    job: Job, out: Path, quality: Quality, layers: tuple[LayerReport, ...], origin: Made, folder: Path | None = None
+    job: Job, out: Path, quality: Quality, layers: tuple[LayerReport, ...], origin: Origin, folder: Path | None = None
 ) -> CalibrationReport:
     """folder: where the model is now that is written to `out`; None: no weights are written."""
     stored = stored_states(job.states, job.recipe)
@@ -157,7 +157,7 @@ def _healing_note(report: HealingReport | None) -> tuple[str, ...]:
 
 
 def _embedding_report(
-    job: Job, out: Path, quality: Closeness, layers: tuple[LayerReport, ...], origin: Made, size: int
+    job: Job, out: Path, quality: Closeness, layers: tuple[LayerReport, ...], origin: Origin, size: int
 ) -> EmbeddingReport:
     """size: bytes of the weights that were written."""
     return EmbeddingReport(
@@ -271,10 +271,10 @@ def versions() -> dict[str, str]:
     }
 
 
-def made(command: str) -> Made:
+def origin_of(command: str) -> Origin:
     """Now and here."""
     machine = f"{platform.system()} on {_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    return Made(command, datetime.now(UTC).isoformat(timespec="seconds"), machine)
+    return Origin(command, datetime.now(UTC).isoformat(timespec="seconds"), machine)
 
 
 def call(function: str, model: Path, **arguments: Any) -> str:

@@ -45,7 +45,7 @@ from fp8serve.calibration.embedding import EmbeddingReport
 from fp8serve.calibration.job import Cosine, Divergence, Job
 from fp8serve.calibration.observe import Observer, experts_note, observer_of, settle
 from fp8serve.calibration.options import HEAL_RATE, CalibrationOptions
-from fp8serve.calibration.output import call, made, versions, write
+from fp8serve.calibration.output import call, origin_of, versions, write
 from fp8serve.calibration.progress import Progress, Stages
 from fp8serve.calibration.result import CalibrationReport, HealingReport, SmoothingReport
 from fp8serve.calibration.techniques.healing import Schedule, heal
@@ -153,7 +153,7 @@ def _calibrate(
     if job.options.heal:
         _heal(job)
     quality, layers = job.judge.measure(job)
-    return ranks.tell(write(job, out, quality, layers, made(origin)))
+    return ranks.tell(write(job, out, quality, layers, origin_of(origin)))
 
 
 def _text_job(source: Path, recipe: Recipe, options: CalibrationOptions, stages: Stages) -> Job:

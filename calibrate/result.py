@@ -181,7 +181,7 @@ class GeneratedReport:
 
 
 @dataclass(frozen=True)
-class Made:
+class Origin:
     """How to repeat the run, and what differs each time."""
 
     command: str
@@ -213,7 +213,7 @@ class CalibrationReport:
     kept: tuple[LinearGroup, ...] = ()  # what stays in high precision
     generated: tuple[GeneratedReport, ...] = ()
     experts: tuple[ExpertsReport, ...] = ()
-    made: Made | None = None
+    made: Origin | None = None
 
     @property
     def worst_layers(self) -> tuple[LayerReport, ...]:
@@ -269,7 +269,7 @@ class EvalReport:
     notes: tuple[str, ...] = ()  # sentences about anything unexpected
     documents: int = 0  # examples that the samples come from
     tokens: int = 0  # read; those that were scored are `quality.tokens`
-    made: Made | None = None
+    made: Origin | None = None
     head_dtype: HeadDtype = "bf16"
 
     @property

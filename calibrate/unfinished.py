@@ -84,7 +84,7 @@ class Unfinished:
             if old != new:
                 raise ModelError(
                     f"The interrupted calibration of {self._out} began with {name}={shown(old)}, not {shown(new)}; "
-                    f"say it as then, {remove}."
+                    f"use the same value, {remove}."
                 )
         self._take()
 

@@ -51,7 +51,7 @@ def _similar(path: Path) -> str:
     return ""
 
 
-def draft_found(options: Mapping[str, Any]) -> dict[str, Any]:
+def find_draft(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of an engine with the directory of the draft model that they name. ModelError as `find_model`."""
     name = options.get("draft_model")
     return dict(options) if name is None else {**options, "draft_model": str(find_model(str(name)))}

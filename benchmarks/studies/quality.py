@@ -191,7 +191,7 @@ class _Study:
         """Tokens per second of the engine at batch 1."""
         if not self.asked.new:
             return None
-        found = engine.measure(
+        found = engine.measure_engine(
             directory, lambda *_: None, batches=(1,), prompt=PROMPT, new=self.asked.new, recipe=recipe
         )
         return float(found["decode"][0]["tokens_per_second"])

@@ -27,7 +27,7 @@ from fp8serve.calibration.result import (
     HealingReport,
     LayerReport,
     LinearGroup,
-    Made,
+    Origin,
     SmoothingReport,
     TensorReport,
     worst_first,
@@ -155,7 +155,7 @@ def in_bf16(groups: Sequence[LinearGroup], cost: str, costs: Sequence[float | No
     )
 
 
-def facts(made: Made | None, arguments: Mapping[str, Any]) -> str:
+def facts(made: Origin | None, arguments: Mapping[str, Any]) -> str:
     """How to repeat the run, and its inputs."""
     command = f"<pre>{escape(made.command)}</pre><p>{escape(made.date)}, {escape(made.machine)}</p>" if made else ""
     text = escape(json.dumps(arguments, indent=2, ensure_ascii=False))

@@ -29,7 +29,7 @@ from fp8serve.errors import JobError
 from fp8serve.fp8 import ops as fp8_ops
 from fp8serve.fp8.ops import LEVELS, arithmetic, reference
 
-Tell = Callable[[str, int, int], None]  # (what, done, in all)
+Report = Callable[[str, int, int], None]  # (what, done, in all)
 Probe = Callable[[Any, Tensor, torch.dtype], tuple[Tensor, ...]]  # (ops or reference, values, FP8 dtype)
 CHUNK = 1 << 22
 E4M3 = torch.float8_e4m3fn
@@ -207,7 +207,7 @@ def levels(device: str) -> tuple[str, ...]:
 def compare(
     chunks: Iterator[Tensor],
     total: int,
-    tell: Tell,
+    report: Report,
     *,
     chosen: Sequence[str] = tuple(PROBES),
     at: Sequence[str] = LEVELS[-1:],
@@ -227,7 +227,7 @@ def compare(
                 fresh = Finding(name, level, _name(x.dtype), _name(dtype))
                 findings.setdefault((name, level, dtype), fresh).see(x, differing(result, expected))
         done += x.numel()
-        tell(_name(x.dtype), done, total)
+        report(_name(x.dtype), done, total)
     return list(findings.values())
 
 
@@ -246,7 +246,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def study(tell: Tell, *, exhaustive: bool, chosen: Sequence[str] = (), device: str = "cpu") -> dict[str, Any]:
+def study(report: Report, *, exhaustive: bool, chosen: Sequence[str] = (), device: str = "cpu") -> dict[str, Any]:
     """All BF16 and FP16 values, and 2^24 or all 2^32 of FP32, against every level of the device's kernels.
 
     `chosen`: names of PROBES, none for all. Raises JobError where there is no kernel or no such probe.
@@ -256,8 +256,8 @@ def study(tell: Tell, *, exhaustive: bool, chosen: Sequence[str] = (), device: s
     at, chosen = levels(device), chosen or tuple(PROBES)
     findings = []
     for dtype in (torch.bfloat16, torch.float16):
-        findings += compare(every(dtype), 1 << 16, tell, chosen=chosen, at=at, device=device)
+        findings += compare(every(dtype), 1 << 16, report, chosen=chosen, at=at, device=device)
     chunks = every(torch.float32) if exhaustive else iter(stratified().split(CHUNK))  # type: ignore[no-untyped-call]
     count = 1 << (32 if exhaustive else 24)
-    findings += compare(chunks, count, tell, chosen=chosen, at=at, device=device)
+    findings += compare(chunks, count, report, chosen=chosen, at=at, device=device)
     return {"device": device, "levels": list(at), "fp32_values": count, "findings": [vars(f) for f in findings]}

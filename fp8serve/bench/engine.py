@@ -54,7 +54,7 @@ TASKS = {
 
 def measure_engine(
     model: Path,
-    tell: Callable[[str, int, int], None],
+    report: Callable[[str, int, int], None],
     *,
     batches: Sequence[int] = (1, 4, 8, 16),
     prompt: int = 256,
@@ -74,11 +74,11 @@ def measure_engine(
     first = time.perf_counter()
     engine.pack_weights()
     packed = time.perf_counter()
-    tell("prefill", 0, len(batches) + 1)
+    report("prefill", 0, len(batches) + 1)
     prefill = min(_prefill(engine, prompt) for _ in range(REPEATS))
     decode = []
     for index, batch in enumerate(batches):
-        tell(f"decode, batch {batch}", index + 1, len(batches) + 1)
+        report(f"decode, batch {batch}", index + 1, len(batches) + 1)
         decode.append({"batch": batch, **_decode(engine, batch, prompt, new)})
     return {
         "model": engine.info(),
@@ -130,7 +130,7 @@ def _timed(call: Callable[[], object]) -> float:
 
 def measure_speculation(
     model: Path,
-    tell: Callable[[str, int, int], None],
+    report: Callable[[str, int, int], None],
     *,
     speculative_tokens: int = 8,
     draft_model: str | None = None,
@@ -147,7 +147,7 @@ def measure_speculation(
         engine.pack_weights()
     texts = []
     for index, (name, prompt) in enumerate(prompts(engines[0]).items()):
-        tell(name, index, len(TASKS) + 1)
+        report(name, index, len(TASKS) + 1)
         runs = [[_answer(engine, prompt, params) for engine in engines] for _ in range(rounds + 1)]
         texts.append({"text": name, "prompt_tokens": len(prompt), **summary(runs[1:])})  # the first finds no prefix
     return {"model": engines[1].info(), "new": new, "temperature": temperature, "rounds": rounds, "texts": texts}

@@ -331,7 +331,7 @@ def measure_peaks(seconds: float) -> Peaks:
 
 
 def measure(
-    seconds: float, tell: Callable[[str, int, int], None], only: str | None = None, goals: bool = False
+    seconds: float, report: Callable[[str, int, int], None], only: str | None = None, goals: bool = False
 ) -> dict[str, Any]:
     """Figures of every entry, about `seconds` each.
 
@@ -341,7 +341,7 @@ def measure(
     measured: set[str] = set()
     makers = {maker.__name__: maker for maker in MAKERS} | {"others": partial(others, measured)}
     for index, (name, maker) in enumerate(makers.items()):
-        tell(name, index, len(makers))
+        report(name, index, len(makers))
         for entry in maker():
             measured.update(entry.op.split(" + "))
             if _wanted(entry, only, goals):

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 SHORTEST, LONGEST_PROMPT, LONGEST = 4, 1024, 2048  # tokens, as vLLM has them
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 Done = Callable[[], None]
-Tell = Callable[[str, int, int], None]
+Report = Callable[[str, int, int], None]
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 
 
@@ -218,7 +218,13 @@ def _take(outcome: Outcome, event: dict[str, Any], at: float) -> bool:
 
 
 def measure(
-    url: str, load: Load, tell: Tell, *, key: str | None = None, model: str | None = None, tokenizer: Path | None = None
+    url: str,
+    load: Load,
+    report: Report,
+    *,
+    key: str | None = None,
+    model: str | None = None,
+    tokenizer: Path | None = None,
 ) -> dict[str, Any]:
     """Figures of all requests; one before them is not counted. `model`: by default the server's first.
 
@@ -232,7 +238,7 @@ def measure(
     def done() -> None:
         nonlocal count
         count += 1
-        tell("requests", count, len(requests))
+        report("requests", count, len(requests))
 
     outcomes, seconds = send(place, key, [body(prompt, load, name) for prompt in requests], load, done)
     return {"server": place, "served_model": name, **figures(outcomes, seconds)}

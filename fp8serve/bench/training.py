@@ -31,7 +31,7 @@ from fp8serve.train.forward import Forward, PackedBatch, summed_loss
 from fp8serve.train.optimizer import Optimizer
 from fp8serve.train.scratch import llama_config
 
-Tell = Callable[[str, int, int], None]  # (what, done, in all)
+Report = Callable[[str, int, int], None]  # (what, done, in all)
 BASELINE = "bf16"
 
 
@@ -56,7 +56,7 @@ def parameters(decoder: Decoder) -> int:
 
 
 def measure_steps(
-    tell: Tell, *, shape: Shape, recipes: Sequence[str], rows: int = 4, seq_len: int = 128, rounds: int = 10
+    report: Report, *, shape: Shape, recipes: Sequence[str], rows: int = 4, seq_len: int = 128, rounds: int = 10
 ) -> Any:
     """Milliseconds of a step under each recipe and in BF16, and how many times as fast as BF16 that is.
 
@@ -71,7 +71,7 @@ def measure_steps(
     for i in range(rounds + 1):
         for name, forward in forwards.items():
             times[name].append(_step(forward, batch, optimizer))
-        tell("rounds", i, rounds)
+        report("rounds", i, rounds)
     settled = {name: seconds[1:] for name, seconds in times.items()}  # the first takes memory and settles scales
     counted = {"tokens": rows * seq_len, "parameters": parameters(decoder), "rounds": rounds}
     return {**counted, "steps": step_summary(settled)}
@@ -106,7 +106,7 @@ def _step(forward: Forward, batch: PackedBatch, optimizer: Optimizer) -> float:
 
 
 def measure_monitor(
-    tell: Tell, *, shape: Shape, rows: int = 4, seq_len: int = 128, every: int = 16, rounds: int = 10
+    report: Report, *, shape: Shape, rows: int = 4, seq_len: int = 128, every: int = 16, rounds: int = 10
 ) -> Any:
     """Milliseconds of a step with and without a monitor, in the fastest and the median round, and its share in percent.
 
@@ -120,7 +120,7 @@ def measure_monitor(
         times["without"].append(_round(forward, batch, every))
         with Monitor(forward.network, every=every) as monitor:
             times["with"].append(_round(forward, batch, every, monitor))
-        tell("rounds", i + 1, rounds)
+        report("rounds", i + 1, rounds)
     counted = {"tokens": rows * seq_len, "linears": len(decoder.linear_names()), "every": every}
     return {**counted, "parameters": parameters(decoder), "rounds": rounds, **monitor_summary(times)}
 

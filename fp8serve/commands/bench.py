@@ -20,7 +20,7 @@ from fp8serve.commands.from_options import Chosen, with_options
 from fp8serve.commands.serve import find_key
 from fp8serve.terminal import AsJson, Model, print_json, print_table, printable, progress
 
-Tell = Callable[[str, int, int], None]  # (what, done, in all)
+Report = Callable[[str, int, int], None]  # (what, done, in all)
 Print = Callable[[Mapping[str, Any]], None]
 Chart = Callable[[Mapping[str, Any]], Mapping[str, str]]  # SVG by name
 
@@ -49,7 +49,7 @@ def no_charts(result: Mapping[str, Any]) -> Mapping[str, str]:
     return {}
 
 
-def measured(title: str, measure: Callable[[Tell], Mapping[str, Any]]) -> Mapping[str, Any]:
+def measured(title: str, measure: Callable[[Report], Mapping[str, Any]]) -> Mapping[str, Any]:
     """The figures of `measure`, which moves a bar."""
     with progress(title) as advance:
         return measure(lambda what, done, total: advance(done, total, what))
@@ -275,12 +275,12 @@ def speculation(model: Model, options: Chosen[SpeculationLoad], out: Out = None,
       fp8serve bench speculation ./llama-fp8 --speculative-tokens 4 --temperature 0.7 --out figures
       fp8serve bench speculation ./llama-fp8 --draft-model ./small-llama-fp8
     """
-    from fp8serve.hub import draft_found, find_model
+    from fp8serve.hub import find_draft, find_model
 
     directory, load = find_model(model), options()
     from fp8serve.bench.engine import measure_speculation
 
-    chosen = draft_found(vars(load))
+    chosen = find_draft(vars(load))
     figures = measured("Speculation", lambda report: measure_speculation(directory, report, **chosen))
     show(publish("speculation", figures, out), json, _print_speculation)
 

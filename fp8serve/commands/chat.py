@@ -83,9 +83,9 @@ def _model(
         with connected(server, key_file) as api:
             yield RemoteModel(api, served)
     else:
-        from fp8serve.hub import draft_found, find_model
+        from fp8serve.hub import find_draft, find_model
 
-        directory, options = find_model(str(model)), draft_found(engine.values)
+        directory, options = find_model(str(model)), find_draft(engine.values)
         if talking:
             remark(f"Loading {directory} ...")
         with LocalModel(directory, options, adapter) as local:

@@ -56,12 +56,12 @@ def command(
     refuse_given(context, ("served", "api_key_file"), "is for --server")
     if model is None:
         raise typer.BadParameter("give a MODEL to load, or the --server to ask")
-    from fp8serve.hub import draft_found, find_model
+    from fp8serve.hub import find_draft, find_model
 
     directory, texts = find_model(model), prompts or [_from_stdin()]
     from fp8serve.engine.engine import Engine
 
-    running = Engine(directory, **draft_found(engine.values))
+    running = Engine(directory, **find_draft(engine.values))
     name = None if adapter is None else running.load_adapter(adapter.name, adapter)["name"]
     done = running.generate(texts, adapter=name, **sampling.values)
     running.save_prefixes()

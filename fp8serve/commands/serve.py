@@ -82,14 +82,14 @@ def limits_of(arguments: Sequence[str]) -> ServerLimits:
 
 def models_of(model: str | None, values: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that say what to serve: MODEL, or the first --model in its place, and the other models."""
-    from fp8serve.hub import draft_found, find_model
+    from fp8serve.hub import find_draft, find_model
 
     arguments = [NamedModel.parse(text) for text in values.get("models", ())]
     results = [
-        replace(named, directory=find_model(str(named.directory)), options=draft_found(named.options))
+        replace(named, directory=find_model(str(named.directory)), options=find_draft(named.options))
         for named in arguments
     ]
-    draft = {"draft_model": draft_found(values).get("draft_model")}
+    draft = {"draft_model": find_draft(values).get("draft_model")}
     if model is not None:
         return {"model": find_model(model), "models": tuple(results), **draft}
     if not results:

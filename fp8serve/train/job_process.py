@@ -40,15 +40,15 @@ class _Stop:
     """True once the process was asked to stop; installed as the handler of SIGTERM and SIGINT."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.is_stopping = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+        self.is_stopping = True
 
     def __call__(self) -> bool:
-        return self.asked
+        return self.is_stopping
 
 
 def main(arguments: list[str]) -> int:

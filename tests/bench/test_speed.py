@@ -42,7 +42,7 @@ def test_percentiles(share: float, value: int) -> None:
 def test_every_op_is_measured() -> None:
     entries = [maker.__doc__ for maker in MAKERS]
     assert all(entries)
-    source = Path(ops.__file__).with_name("entries.py").read_text()
+    source = Path(ops.__file__).with_name("ops.py").read_text()
     own = {name for name in OPS if f"OPS.{name}" in source}
     assert own | {entry.op for entry in others(own)} == set(OPS)
     assert len(own) >= 26
@@ -171,7 +171,7 @@ def test_the_goals_of_the_speed_table_are_set() -> None:
 
 def test_figures_of_the_engine(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", max_position_embeddings=256)
-    result = engine.measure(model, ignore, batches=(1, 3), prompt=20, new=4, recipe="current")
+    result = engine.measure_engine(model, ignore, batches=(1, 3), prompt=20, new=4, recipe="current")
     assert [row["batch"] for row in result["decode"]] == [1, 3]
     for row in result["decode"]:
         assert 0 < row["fastest_ms"] <= row["p50_ms"] <= row["p99_ms"]

@@ -90,7 +90,7 @@ def test_going_on_is_asked_for_and_only_with_what_it_began_with(model_dir: Path,
     assert not survives(model_dir, out, "delayed", 7, resume=False)
     with pytest.raises(ModelError, match=r"was interrupted; go on with --resume, or remove .*out.calibrating"):
         run(model_dir, out, "delayed")
-    with pytest.raises(ModelError, match="began with kv_cache=True, not False"):
+    with pytest.raises(ModelError, match="began with kv_cache=true, not false"):
         run(model_dir, out, "delayed", resume=True, kv_cache=False)
     with pytest.raises(ModelError, match="began with samples=8, not 4"):
         run(model_dir, out, "delayed", resume=True, samples=4)

@@ -355,9 +355,9 @@ def test_an_address_gives_rewards(address: str, path: str, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("moved", "could not be asked: it answered with status 307"),
-        ("refuses", "could not be asked: it answered with status 404"),
-        ("fails", "could not be asked: it answered with status 500"),
+        ("moved", "gave no rewards: it answered with status 307"),
+        ("refuses", "gave no rewards: it answered with status 404"),
+        ("fails", "gave no rewards: it answered with status 500"),
         ("fewer", "gave 2 rewards for 3 answers"),
         ("words", "gave 'good' for an answer to x:0; a reward is a finite number"),
         ("html", "did not answer with JSON such as"),
@@ -373,7 +373,7 @@ def test_an_address_that_is_ill(address: str, path: str, said: str, monkeypatch:
 
 def test_an_address_where_nobody_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grading, "PAUSE", 0.0)
-    with pytest.raises(JobError, match="could not be asked"):
+    with pytest.raises(JobError, match="gave no rewards"):
         UrlGrader("http://127.0.0.1:1/grade", 60).rewards(ASKED)
 
 

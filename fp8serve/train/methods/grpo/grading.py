@@ -38,7 +38,7 @@ class Answer:
     where: str
 
     @property
-    def asked(self) -> dict[str, Any]:
+    def payload(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if name != "where"}
 
 
@@ -86,7 +86,7 @@ class FileGrader:
         stdin = self._process.stdin
         assert stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the reply says that it has ended
-            stdin.write(json.dumps(answer.asked, default=str).encode() + b"\n")
+            stdin.write(json.dumps(answer.payload, default=str).encode() + b"\n")
             stdin.flush()
         reply = self._reply(f"on an answer to {answer.where}")
         if "error" in reply:
@@ -148,8 +148,8 @@ class UrlGrader:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
 
     def rewards(self, answers: Sequence[Answer]) -> list[float]:
-        body = json.dumps({"answers": [answer.asked for answer in answers]}, default=str).encode()
-        result = self._said(self._ask(body))
+        body = json.dumps({"answers": [answer.payload for answer in answers]}, default=str).encode()
+        result = self._rewards_of(self._ask(body))
         if len(result) != len(answers):
             raise JobError(f"{self._url} gave {len(result)} rewards for {len(answers)} answers.")
         return [_number(value, self._url, answer.where) for value, answer in zip(result, answers, strict=True)]
@@ -165,7 +165,7 @@ class UrlGrader:
             except (OSError, HTTPException, UnicodeError) as problem:
                 why, again = one_line(getattr(problem, "reason", None) or problem), True
             if not again or attempt == TRIES:
-                raise JobError(f"The grader {self._url} could not be asked: {why}.")
+                raise JobError(f"The grader {self._url} gave no rewards: {why}.")
             time.sleep(PAUSE * attempt)
         raise AssertionError("the last attempt returns or raises")
 
@@ -180,7 +180,7 @@ class UrlGrader:
                 )
         return b"".join(parts)
 
-    def _said(self, reply: bytes) -> list[Any]:
+    def _rewards_of(self, reply: bytes) -> list[Any]:
         try:
             result = json.loads(reply)["rewards"]
         except (ValueError, TypeError, KeyError, RecursionError):
