@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from starlette.responses import PlainTextResponse
 
 from fp8serve.errors import RequestError
-from fp8serve.server.api.openai.model_list_routes import Model, all_models
+from fp8serve.server.api.model_list_routes import Model, all_models
 from fp8serve.server.api.routing import BoundedRoute, StateDep
 from fp8serve.server.api.wire import Answer, JsonObject
 from fp8serve.server.faults import Code, Fault
