@@ -105,10 +105,8 @@ class Worker:
             "scales": lambda message: self._reply(message, self._engine.scales()),
             "save_scales": self._writing(NO_SCALES, lambda e, m: e.save_scales(m["path"])),
             "load_weights": self._writing(NO_WEIGHTS, lambda e, m: e.load_weights(Path(m["directory"]))),
-            "load_adapter": self._writing(
-                NO_ADAPTERS, lambda engine, m: engine.load_adapter(m["name"], m["directory"])
-            ),
-            "unload_adapter": self._writing(NO_ADAPTERS, lambda engine, m: engine.unload_adapter(m["name"])),
+            "load_adapter": self._writing(NO_ADAPTERS, lambda e, m: e.load_adapter(m["name"], m["directory"])),
+            "unload_adapter": self._writing(NO_ADAPTERS, lambda e, m: e.unload_adapter(m["name"])),
             "embed": self._encode,
             "classify": self._encode,
             "forget": self._forget,
