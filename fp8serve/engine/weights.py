@@ -34,7 +34,7 @@ def replace_weights(model: Model, tensors: Mapping[str, Tensor]) -> None:
         _check(name, tensor, tensors[name], model)
     for alias, name in aliases.items():
         if alias in tensors and not _is_same(tensors[alias], tensors[name]):
-            raise ModelError(f"{alias} is {name} in this model, and the two that were given differ.")
+            raise ModelError(f"{alias} is {name} in this model, and the new weights differ between the two.")
     scales = {name for name in held if name.endswith(".input_scale")}
     _write_input_scales(model, {name.removesuffix(".input_scale"): tensors[name] for name in scales})
     model.load_state_dict({name: _shaped(tensors[name], held[name]) for name in held.keys() - scales}, strict=False)
@@ -78,7 +78,7 @@ def _check(name: str, held: Tensor, new: Tensor, model: Model) -> None:
         raise ModelError(f"{name} is {expected} in this model, found {type_name(new.dtype)} {list(new.shape)}.")
     if name.endswith(("_scale", "_scale_inv")):
         if not bool((torch.isfinite(new) & (new > 0)).all()):
-            raise ScalesError(f"{name} holds a scale that is no positive finite number.")
+            raise ScalesError(f"{name} holds a scale that is not a positive finite number.")
     elif not _is_finite(new):
         raise ModelError(f"{name} holds NaN or an infinity; a model that diverged is not served.")
 
