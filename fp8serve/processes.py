@@ -12,8 +12,9 @@ Processes of ours end at once (`end_process`): workers, because their owner wait
 begun. The interpreter needs one to three seconds to shut down a process with torch, and frees nothing that the
 operating system does not free anyway.
 
-A message is JSON and nothing is ever unpickled: a frame (`pack`, `receive`) is a JSON object and some bytes, each with
-its length. An error crosses as its class and sentence (`describe_error`, `error_of`).
+Messages are JSON and nothing is ever unpickled: a frame (`pack`, `receive`) is a JSON object and some bytes, each with
+its length; the engine's messages are lines (engine/worker.py). An error is sent as its class and sentence
+(`describe_error`, `error_of`).
 """
 
 import contextlib

@@ -97,7 +97,7 @@ def labelled(model: AnyModel, tokenizer: Tokenizer, model_dir: Path) -> OfEncode
     if not is_qwen3:
         raise ModelError(f"{model_dir} holds {model.config.architecture}, which has no labels.")
     if tokenizer.encode(""):
-        raise ModelError(f"The tokenizer of {model_dir} puts tokens around a text, and Qwen3-Reranker's puts none.")
+        raise ModelError(f"The tokenizer of {model_dir} adds tokens around a text, which Qwen3-Reranker's does not.")
     return OfDecoder(model, Head(("yes",), "sigmoid"), QWEN3, _words(tokenizer, model_dir))
 
 

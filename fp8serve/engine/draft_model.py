@@ -198,7 +198,7 @@ class DraftModel:
             return self._write(requests)
         except (RuntimeError, MemoryError) as problem:  # an error of the device: the model itself may still run
             if not self._failed:
-                log.warning("The draft model %s failed, and drafts nothing meanwhile: %s", self._parts.name, problem)
+                log.warning("The draft model %s failed, so nothing is drafted: %s", self._parts.name, problem)
             self._failed = True
             return {}
 

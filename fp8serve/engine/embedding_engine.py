@@ -90,15 +90,15 @@ class EncodingQueue:
         is_first = True
         while self._calls:
             call = self._calls[0]
-            place = QueuedText(call, call.num_started)
-            if not is_first and len(place.ids) > room:
+            text = QueuedText(call, call.num_started)
+            if not is_first and len(text.ids) > room:
                 return
             self._calls.popleft()
             call.num_started += 1
             if call.num_started < len(call.inputs):
                 self._calls.append(call)
-            room, is_first = room - len(place.ids), False
-            yield place
+            room, is_first = room - len(text.ids), False
+            yield text
 
 
 class EncoderEngine:
@@ -134,15 +134,15 @@ class EncoderEngine:
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
         """Computes as many waiting texts as fit a step; see `take_answered`. No request generates."""
-        places = self._queue.take(self.encoder.options.step_tokens)
-        lengths = [len(place.ids) for place in places]
-        segments = [place.segments for place in places]
-        texts, parts = [place.ids for place in places], segments if any(map(any, segments)) else None
+        batch = self._queue.take(self.encoder.options.step_tokens)
+        lengths = [len(text.ids) for text in batch]
+        segments = [text.segments for text in batch]
+        texts, parts = [text.ids for text in batch], segments if any(map(any, segments)) else None
         rows = self.encoder.step(texts, self._finish, parts)
-        for place, answer in zip(places, self._answers(places, rows), strict=True):
-            place.call.answers[place.index] = answer
-            if place.call.is_finished:
-                self._answered.append(place.call)
+        for text, answer in zip(batch, self._answers(batch, rows), strict=True):
+            text.call.answers[text.index] = answer
+            if text.call.is_finished:
+                self._answered.append(text.call)
         self._totals["computed"] += sum(lengths)
         self._totals["steps"] += 1
         return []
@@ -156,7 +156,7 @@ class EncoderEngine:
         """hidden [tokens, H] of texts of these lengths -> FP32 [texts, ...], in the thread that computed them."""
         raise NotImplementedError
 
-    def _answers(self, places: Sequence[QueuedText], rows: Tensor) -> list[Any]:
+    def _answers(self, batch: Sequence[QueuedText], rows: Tensor) -> list[Any]:
         """The result of `_finish` for some texts -> the answer for each, as JSON types."""
         raise NotImplementedError
 
@@ -239,9 +239,9 @@ class EmbeddingEngine(EncoderEngine):
     def _finish(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
         return self.embedder.pooling.pooled(hidden, lengths)
 
-    def _answers(self, places: Sequence[QueuedText], rows: Tensor) -> list[Any]:
-        finished, each = self.embedder.pooling.finished, zip(torch.split(rows, 1), places, strict=True)
-        vectors = [finished(one, place.call.dimensions) for one, place in each]
+    def _answers(self, batch: Sequence[QueuedText], rows: Tensor) -> list[Any]:
+        finished, each = self.embedder.pooling.finished, zip(torch.split(rows, 1), batch, strict=True)
+        vectors = [finished(one, text.call.dimensions) for one, text in each]
         return [b64encode(vector[0].cpu().numpy().astype("<f4").tobytes()).decode() for vector in vectors]
 
     def info(self) -> dict[str, Any]:
@@ -277,7 +277,7 @@ class ClassifyingEngine(EncoderEngine):
     def _finish(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
         return self.classifier.labelled.logits(hidden, lengths)
 
-    def _answers(self, places: Sequence[QueuedText], rows: Tensor) -> list[Any]:
+    def _answers(self, batch: Sequence[QueuedText], rows: Tensor) -> list[Any]:
         return list(scored(rows.cpu(), self.classifier.head.activation).tolist())
 
     def info(self) -> dict[str, Any]:

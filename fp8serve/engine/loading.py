@@ -229,7 +229,7 @@ def weights_of(model_dir: Path, loaded: Loaded) -> dict[str, Tensor]:
     for name, layer in _frozen(model).items():
         layer.make_rows_independent()
         if name not in loaded.frozen or layer.input_spec != loaded.frozen[name].input_spec:
-            raise ModelError(f"{model_dir} quantizes the input of {name} in another way than {loaded.model_dir}.")
+            raise ModelError(f"{model_dir} quantizes the input of {name} differently from {loaded.model_dir}.")
     return model.state_dict()
 
 

@@ -115,7 +115,7 @@ class EngineOptions:
             )
         if self.cache_dir is None and (self.cache_dir_bytes or self.cache_dir_seconds):
             name = "cache_dir_bytes" if self.cache_dir_bytes else "cache_dir_seconds"
-            raise RequestError(f"{name} is for a prefix cache that is kept; name a cache_dir, or leave it out.")
+            raise RequestError(f"{name} needs cache_dir; set it, or leave {name} out.")
         if self.cache_dir is not None and self.roll_history:
             raise RequestError(
                 "cache_dir keeps what fixed scales made, and with roll_history they follow the traffic; leave one out."

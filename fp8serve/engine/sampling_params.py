@@ -139,7 +139,7 @@ class SamplingParams:
                 "min_tokens and ignore_eos cannot be used with json_schema, regex or grammar, which say when to end."
             )
         if self.has_form and self.bad_words:
-            raise RequestError("bad_words cannot be used with json_schema, regex or grammar: say it there.")
+            raise RequestError("bad_words cannot be used with json_schema, regex or grammar; exclude them there.")
 
     @property
     def greedy(self) -> bool:

@@ -173,8 +173,8 @@ class SavedPrefixes:
             return
         try:
             prefixes = Prefixes(hashes, runner.copies([block for _, block in chosen]))
-        except (RuntimeError, MemoryError) as problem:  # memory is short; the cache itself is sound
-            log.warning("The prefix cache is not kept this time, for want of memory: %s.", one_line(problem))
+        except (RuntimeError, MemoryError) as problem:  # memory is short; the cache itself is valid
+            log.warning("The prefix cache was not saved, because memory is short: %s.", one_line(problem))
             return
         self._thread = Thread(target=self._write, args=(prefixes,), daemon=True)
         self._thread.start()
@@ -184,7 +184,7 @@ class SavedPrefixes:
             write(self._path, prefixes, self._fingerprint, self._model)
             self._written = prefixes.hashes
         except OSError as problem:
-            log.warning("The prefix cache cannot be kept in %s: %s.", self._path, problem.strerror or problem)
+            log.warning("The prefix cache cannot be saved in %s: %s.", self._path, problem.strerror or problem)
 
     def _wait(self) -> None:
         if self._thread is not None:

@@ -44,4 +44,4 @@ def check_generates(model_dir: Path | str, requested: Task | None) -> None:
     """ModelError: the directory is for something else."""
     if (task := task_of(model_dir, requested)) != "generate":
         what = "task says so" if requested else "its modules.json says so, which the task 'generate' overrides"
-        raise ModelError(f"{model_dir} is there to {task} and not to write text: {what}.")
+        raise ModelError(f"{model_dir} is served to {task} and not to write text: {what}.")

@@ -160,10 +160,10 @@ def _check(options: EngineOptions, task: Task) -> None:
         raise RequestError(f"task is {options.task!r}, and the model was opened to {task}; leave one of the two out.")
     if options.drafted_tokens:
         name = "speculative_tokens" if options.draft_model is None else "draft_model"
-        raise RequestError(f"A model that is there to {task} writes nothing to draft; leave {name} out.")
+        raise RequestError(f"A model that is served to {task} generates nothing to draft; leave {name} out.")
     if options.head_dtype != "bf16":
-        raise RequestError(f"A model that is there to {task} makes no logits of tokens; leave head_dtype out.")
+        raise RequestError(f"A model that is served to {task} computes no logits of tokens; leave head_dtype out.")
     if options.cache_dir is not None:
-        raise RequestError(f"A model that is there to {task} has no prefix cache to keep; leave cache_dir out.")
+        raise RequestError(f"A model that is served to {task} has no prefix cache to save; leave cache_dir out.")
     if options.roll_history:
-        raise RequestError(f"roll_history is for models that generate, and this one is to {task}; leave it out.")
+        raise RequestError(f"roll_history is for models that generate, and this one is served to {task}; leave it out.")

@@ -19,6 +19,7 @@ from fp8serve.errors import ModelError, ScalesError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.ops.packing import GROUP, RUN
 from fp8serve.model.building import Model
+from fp8serve.model.storage.shards import type_name
 
 E4M3 = torch.float8_e4m3fn
 FP8_NAN = 0x7F  # without the sign
@@ -33,7 +34,7 @@ def replace_weights(model: Model, tensors: Mapping[str, Tensor]) -> None:
         _check(name, tensor, tensors[name], model)
     for alias, name in aliases.items():
         if alias in tensors and not _is_same(tensors[alias], tensors[name]):
-            raise ModelError(f"{alias} is {name} in this model, and the two that were given differ.")
+            raise ModelError(f"{alias} is {name} in this model, and the new weights differ between the two.")
     scales = {name for name in held if name.endswith(".input_scale")}
     _write_input_scales(model, {name.removesuffix(".input_scale"): tensors[name] for name in scales})
     model.load_state_dict({name: _shaped(tensors[name], held[name]) for name in held.keys() - scales}, strict=False)
@@ -73,11 +74,11 @@ def _check(name: str, held: Tensor, new: Tensor, model: Model) -> None:
         shape = GROUP * held.shape[0], RUN * held.shape[1]
     is_one = name.endswith(".weight_scale_inv") and new.numel() == 1 and shape[1:] in ((), (1,))  # see `_shaped`
     if not (is_one or tuple(new.shape) == shape) or new.dtype is not dtype:
-        expected = f"{_word(dtype)} {list(shape)}"
-        raise ModelError(f"{name} is {expected} in this model, found {_word(new.dtype)} {list(new.shape)}.")
+        expected = f"{type_name(dtype)} {list(shape)}"
+        raise ModelError(f"{name} is {expected} in this model, found {type_name(new.dtype)} {list(new.shape)}.")
     if name.endswith(("_scale", "_scale_inv")):
         if not bool((torch.isfinite(new) & (new > 0)).all()):
-            raise ScalesError(f"{name} holds a scale that is no positive finite number.")
+            raise ScalesError(f"{name} holds a scale that is not a positive finite number.")
     elif not _is_finite(new):
         raise ModelError(f"{name} holds NaN or an infinity; a model that diverged is not served.")
 
@@ -92,10 +93,6 @@ def _is_finite(tensor: Tensor) -> bool:
     if tensor.dtype is E4M3:
         return not bool(((tensor.view(torch.uint8) & FP8_NAN) == FP8_NAN).any())
     return not tensor.is_floating_point() or bool(tensor.isfinite().all())
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:

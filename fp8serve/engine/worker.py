@@ -1,6 +1,6 @@
 """The engine's own process: `python -m fp8serve.engine.worker --model DIR --socket PATH [--options JSON]`.
 
-It connects to the AF_UNIX socket that its owner listens on (`client.py`) and speaks newline-delimited JSON.
+It connects to the AF_UNIX socket on which its owner listens (`client.py`). Messages are lines of JSON.
 
     in    generate {request} | abort {request_id} | stats {id} | scales {id} | drain {deadline} | close
           save_scales {id, path} | load_weights {id, directory}
@@ -52,6 +52,9 @@ PIECE_TOKENS = 1024  # of a prompt whose log-probabilities are in one message
 PIECE_BYTES = 1 << 20  # of the vectors or scores in one message; one alone may be longer
 FLOAT_BYTES = 22  # of a number in JSON, at most
 PACK_SECONDS = 0.02  # packing time of an idle engine between two looks at the inbox
+NO_SCALES = "Scales follow the traffic of models that write text, and of no other."
+NO_WEIGHTS = "Weights are replaced in models that write text, and this one does not."
+NO_ADAPTERS = "Adapters are for models that write text, and this one does not."
 
 Message = dict[str, Any]
 
@@ -87,7 +90,7 @@ def encoded(event: str, fields: dict[str, Any]) -> bytes:
 
 
 class Worker:
-    """Steps an engine, obeys the inbox between steps."""
+    """Steps an engine, and handles the commands of the inbox between steps."""
 
     def __init__(self, connection: Connection, engine: Engine | EncoderEngine) -> None:
         self._connection = connection
@@ -100,10 +103,10 @@ class Worker:
             "abort": self._abort,
             "stats": lambda message: self._reply(message, self._engine.stats()),
             "scales": lambda message: self._reply(message, self._engine.scales()),
-            "save_scales": self._answer(self._save_scales),
-            "load_weights": self._answer(self._load_weights),
-            "load_adapter": self._answer(self._load_adapter),
-            "unload_adapter": self._answer(self._unload_adapter),
+            "save_scales": self._writing(NO_SCALES, lambda e, m: e.save_scales(m["path"])),
+            "load_weights": self._writing(NO_WEIGHTS, lambda e, m: e.load_weights(Path(m["directory"]))),
+            "load_adapter": self._writing(NO_ADAPTERS, lambda e, m: e.load_adapter(m["name"], m["directory"])),
+            "unload_adapter": self._writing(NO_ADAPTERS, lambda e, m: e.unload_adapter(m["name"])),
             "embed": self._encode,
             "classify": self._encode,
             "forget": self._forget,
@@ -114,7 +117,7 @@ class Worker:
     def run(self) -> None:
         """Until closed, or drained."""
         while not self._closed:
-            self._obey()
+            self._handle_commands()
             if self._engine.has_work():
                 self._step()
             if self._deadline is not None and (not self._engine.has_work() or time.monotonic() >= self._deadline):
@@ -136,8 +139,8 @@ class Worker:
                 self._send_values(call.number, call.answers)
         self._step_began = None
 
-    def _obey(self) -> None:
-        """Obeys all waiting commands; waits for one when there is nothing else to do."""
+    def _handle_commands(self) -> None:
+        """Handles all waiting commands; waits for one when there is nothing else to do."""
         idle = not self._engine.has_work() and self._deadline is None and not self._engine.pack_weights(PACK_SECONDS)
         with contextlib.suppress(Empty):
             message = self._connection.inbox.get(block=idle)
@@ -176,36 +179,18 @@ class Worker:
         except Fp8ServeError as problem:
             self._connection.send("refused", request_id=message["request"]["request_id"], **describe_error(problem))
 
-    def _answer(self, find: Callable[[Message], Any]) -> Callable[[Message], None]:
-        """Replies to a command with the result of `find`, or with its error."""
+    def _writing(self, refusal: str, call: Callable[[Engine, Message], Any]) -> Callable[[Message], None]:
+        """Replies with the result of `call`, or with an error: `refusal` if the model does not write text."""
 
         def command(message: Message) -> None:
             try:
-                self._reply(message, find(message))
+                if isinstance(self._engine, EncoderEngine):
+                    raise RequestError(refusal)
+                self._reply(message, call(self._engine, message))
             except Fp8ServeError as problem:
                 self._connection.send("reply", id=message["id"], **describe_error(problem))
 
         return command
-
-    def _save_scales(self, message: Message) -> int:
-        if isinstance(self._engine, EncoderEngine):
-            raise RequestError("Scales follow the traffic of models that write text, and of no other.")
-        return self._engine.save_scales(message["path"])
-
-    def _load_weights(self, message: Message) -> int:
-        if isinstance(self._engine, EncoderEngine):
-            raise RequestError("Weights are replaced in models that write text, and this one does not.")
-        return self._engine.load_weights(Path(message["directory"]))
-
-    def _load_adapter(self, message: Message) -> Any:
-        if isinstance(self._engine, EncoderEngine):
-            raise RequestError("Adapters are for models that write text, and this one does not.")
-        return self._engine.load_adapter(message["name"], message["directory"])
-
-    def _unload_adapter(self, message: Message) -> None:
-        if isinstance(self._engine, EncoderEngine):
-            raise RequestError("Adapters are for models that write text, and this one does not.")
-        self._engine.unload_adapter(message["name"])
 
     def _encode(self, message: Message) -> None:
         try:

@@ -103,7 +103,7 @@ def test_what_a_directory_is_for(tiny: Path, tmp_path: Path) -> None:
     for folder, task in ((headless, "generate"), (tmp_path / "writes", "embed"), (tiny, "classify")):
         with pytest.raises(ModelError, match=f"not {task}"):
             task_of(folder, task)  # type: ignore[arg-type]
-    with pytest.raises(ModelError, match="is there to embed and not to write text"):
+    with pytest.raises(ModelError, match="is served to embed and not to write text"):
         Engine(tiny, recipe="bf16")
     assert Engine(tiny, recipe="bf16", task="generate").generate(["ab"], max_new_tokens=2)[0].token_ids
     with pytest.raises(ModelError, match=r"holds no modules\.json"):

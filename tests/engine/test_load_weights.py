@@ -165,13 +165,13 @@ def changed(name: str, tensor: Tensor) -> Callable[[State], Any]:
             ModelError,
             "weight_q holds NaN",
         ),
-        (changed(f"{Q}.input_scale", torch.tensor(0.0)), ScalesError, "input_scale holds a scale that is no positive"),
+        (changed(f"{Q}.input_scale", torch.tensor(0.0)), ScalesError, "input_scale holds a scale that is not a"),
         (changed(f"{Q}.weight_scale_inv", torch.tensor(torch.inf)), ScalesError, "weight_scale_inv holds a scale"),
         (changed(f"{Q}.weight_scale_inv", torch.ones(3)), ModelError, "found float32 [3]"),
         (
             changed("lm_head.weight", torch.zeros(260, 64, dtype=torch.bfloat16)),
             ModelError,
-            "lm_head.weight is model.embed_tokens.weight in this model, and the two",
+            "lm_head.weight is model.embed_tokens.weight in this model, and the new",
         ),
     ],
 )  # fmt: skip

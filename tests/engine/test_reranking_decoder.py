@@ -117,5 +117,5 @@ def test_what_a_directory_is_for(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="other tokens than yes and no"):
         Classifier(tmp_path / "says", recipe="bf16")
     letters(tmp_path / "silent")
-    with pytest.raises(ModelError, match="puts tokens around a text"):
+    with pytest.raises(ModelError, match="adds tokens around a text"):
         Classifier(tmp_path / "silent", recipe="bf16")

@@ -191,7 +191,7 @@ def test_a_full_disk_or_memory_leaves_the_old_file(
     assert "No space left" in caplog.text
     monkeypatch.setattr(first.loaded.runner, "copies", no_memory)
     first.save_prefixes()
-    assert "for want of memory" in caplog.text
+    assert "because memory is short" in caplog.text
     assert file_of(tmp_path).read_bytes() == before
     monkeypatch.undo()
     first.save_prefixes()
@@ -213,8 +213,8 @@ async def test_a_process_that_ends_cleanly_keeps_them(model_dir: Path, tmp_path:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"cache_dir": None, "cache_dir_bytes": 5}, "cache_dir_bytes is for a prefix cache that is kept"),
-        ({"cache_dir": None, "cache_dir_seconds": 5.0}, "cache_dir_seconds is for"),
+        ({"cache_dir": None, "cache_dir_bytes": 5}, "cache_dir_bytes needs cache_dir"),
+        ({"cache_dir": None, "cache_dir_seconds": 5.0}, "cache_dir_seconds needs cache_dir"),
         ({"cache_dir": "kept", "roll_history": True}, "leave one out"),
         ({"cache_dir": ""}, "cache_dir"),
     ],

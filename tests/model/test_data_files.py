@@ -189,7 +189,7 @@ def test_a_data_set_with_several_files_wants_a_name(hub: Hub) -> None:
 def test_what_the_hub_does_not_give_is_one_sentence(hub: Hub) -> None:
     with pytest.raises(DataError) as refused:
         list(read_examples(["hf://datasets/org/set/none.txt"]))
-    said = "hf://datasets/org/set/none.txt could not be had from the hub: 404 Client Error."
+    said = "hf://datasets/org/set/none.txt could not be downloaded from the hub: 404 Client Error."
     assert str(refused.value) == said
     for name in ("hf://org/set/a.txt", "hf://datasets/set", "hf://models/org/set/a.txt"):
         with pytest.raises(DataError, match="is no data set on the hub; write hf://datasets/OWNER/NAME/FILE"):

@@ -280,7 +280,7 @@ def _from_hub(name: str) -> Path:
         raise
     except Exception as e:  # the hub library raises a dozen classes, some of them from other libraries
         reason = one_line(str(e).strip().partition("\n")[0])
-        raise DataError(f"{name} could not be had from the hub: {reason}.") from e
+        raise DataError(f"{name} could not be downloaded from the hub: {reason}.") from e
 
 
 def _only_file(name: str, owner_and_name: str, revision: str | None) -> str:
