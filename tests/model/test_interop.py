@@ -257,7 +257,7 @@ AO = ("quant_type", "default", "_data")
             {"quant_method": "gptq", "bits": 4},
             "quantized by 'gptq'; supported are compressed-tensors, fp8, fbgemm_fp8, modelopt",
         ),
-        ({}, "quantized by None"),
+        ({}, "quantized by null"),
         ("fp8", "quantized by 'fp8'"),
         (changed("ct-static", "format", to="pack-quantized"), "format 'pack-quantized'"),
         (changed("ct-static", "sparsity_config", to={"format": "24"}), "sparse or rotated"),

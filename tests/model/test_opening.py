@@ -217,7 +217,7 @@ OPENING = {"open", "read_text", "read_bytes", "safe_open", "load_file", "from_fi
 PARTS = ("model/**/*", "engine/**/*", "../calibrate/*", "train/**/*", "*.py", "server/serving/*",
          "server/finetuning/*")  # fmt: skip
 OTHERS = {
-    "../calibrate/made.py": "/proc",
+    "../calibrate/output.py": "/proc",
     "doctor.py": "/proc",
     "running.py": "the log of a server that it started",
     "server/finetuning/database.py": "the job table, which the server makes",
