@@ -96,7 +96,8 @@ def test_images_are_built_by_the_targets_that_ci_runs(path: Path) -> None:
     assert targets == [".venv/packages", "wheel"]
     rules = re.findall(r"^([\w./]+):", (ROOT / "Makefile").read_text(), flags=re.M)
     assert set(targets) <= set(rules)
-    assert "make wheel" in (ROOT / ".ci/run").read_text()
+    assert "make test-wheel" in (ROOT / ".ci/run").read_text()
+    assert re.search(r"^test-wheel: wheel\b", (ROOT / "Makefile").read_text(), flags=re.M)
     assert not [rest for rest in built if re.search(r"pip wheel|cmake|nvcc", rest)]
     assert ("FP8SERVE_CUDA=ON" in " ".join(built)) == (path.suffix == ".cuda")
 

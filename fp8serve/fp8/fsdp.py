@@ -102,8 +102,8 @@ class Peers:
             amaxes = torch.stack([arithmetic.amax(s.seen) for s in shards])
             for members in (group, *self._sharers()):
                 dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=members)
-            for shard, amax in zip(shards, amaxes.unbind(), strict=True):
-                shard.whole = WholeAmax(amax, weakref.ref(step))
+            for other, amax in zip(shards, amaxes.unbind(), strict=True):
+                other.whole = WholeAmax(amax, weakref.ref(step))
         whole, shard.whole = cast(WholeAmax, shard.whole), None
         return whole.value
 
