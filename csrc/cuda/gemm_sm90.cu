@@ -1,8 +1,8 @@
 // Hopper: wgmma with TMA and warp specialisation (SASS: QGMMA).
 //
 // Hopper's tensor cores keep about 14 bits of an FP8 sum. These kernels move partial sums to FP32 registers
-// every 128 of K ("accurate"), always. A fast mode (larger tiles, sums left in the tensor core) is a known 5-10 % for forward
-// passes and was left out: every sum is an FP32 sum (docs/cuda.md, Choices).
+// every 128 of K ("accurate"), always. A fast mode (larger tiles, sums left in the tensor core) is a known
+// 5-10 % for forward passes and was left out: every sum is an FP32 sum (docs/cuda.md, Choices).
 #include "cuda/gemm_grouped_cutlass.h"
 
 namespace {
