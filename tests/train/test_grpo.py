@@ -440,7 +440,7 @@ def test_a_dry_run_lists_bad_rows_and_drops_prompts_without_room(grpo: Configure
         ({"max_completion_length": 32}, "leaves no token of seq_len (32) for the prompt"),
         ({"eval_data": ["x.jsonl"]}, "eval_data is judged by a loss"),
         ({"packing": "tokens"}, "packing fills a microbatch with rows of known length"),
-        ({"lora_rank": 4, "lora_dropout": 0.1, "recipe": "bf16"}, "lora_dropout would train another policy"),
+        ({"lora_rank": 4, "lora_dropout": 0.1, "recipe": "bf16"}, "lora_dropout must be 0 with the method grpo"),
         ({"num_generations": 1}, "num_generations must be at least 2"),
         ({"epsilon": 1.0}, "epsilon must be less than 1"),
     ],

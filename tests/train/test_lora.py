@@ -153,7 +153,7 @@ def test_files_of_peft_are_read(tmp_path: Path, model_dir: Path) -> None:
         ({"init_lora_weights": "pissa"}, "began with pissa, which changes the base's weights"),
         ({"alpha_pattern": {"(a+)+$": 1}}, "patterns are not supported"),
         ({"rank": 3}, "lora_A of model.layers.0.self_attn.q_proj must be [3, 64] in this model, found [2, 64]"),
-        ({"rank": True}, "r must be an integer from 1 to 4096, found True"),
+        ({"rank": True}, "r must be an integer from 1 to 4096, found true"),
         ({"lora_alpha": float("nan")}, "lora_alpha must be a number above 0"),
         ({"part": "x_proj"}, "this model has no such layer"),
         ({"r": None}, "r must be an integer"),
