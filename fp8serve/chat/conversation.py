@@ -18,10 +18,10 @@ class Conversation:
 
     def messages(self, question: str | None = None) -> list[Message]:
         """All of it, with a question at the end that has no answer yet."""
-        found = [{"role": "system", "content": self.system}] if self.system else []
-        for asked, answer in self.turns:
-            found += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
-        return found if question is None else [*found, {"role": "user", "content": question}]
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        for question_before, answer in self.turns:
+            messages += [{"role": "user", "content": question_before}, {"role": "assistant", "content": answer}]
+        return messages if question is None else [*messages, {"role": "user", "content": question}]
 
     def save(self, file: Path) -> None:
         """Saves it as one line of JSON, which `finetune --data` reads. An existing file is not overwritten."""

@@ -20,7 +20,7 @@ OWN_TEMPERATURE = 0.7
 
 
 @dataclass(frozen=True)
-class Asked:
+class ChatOptions:
     """How an answer is sampled."""
 
     temperature: Annotated[
@@ -41,7 +41,7 @@ class ChatModel(Protocol):
 
     name: str
 
-    def answer(self, messages: list[Message], asked: Asked) -> Iterator[Piece]: ...
+    def answer(self, messages: list[Message], options: ChatOptions) -> Iterator[Piece]: ...
 
 
 class RemoteModel:
@@ -51,9 +51,9 @@ class RemoteModel:
         self._api = api
         self.name = name or api.first_model()
 
-    def answer(self, messages: list[Message], asked: Asked) -> Iterator[Piece]:
-        given = {name: value for name, value in vars(asked).items() if value is not None}
-        return chat_pieces(self._api, {"model": self.name, "messages": messages, **given})
+    def answer(self, messages: list[Message], options: ChatOptions) -> Iterator[Piece]:
+        chosen = {name: value for name, value in vars(options).items() if value is not None}
+        return chat_pieces(self._api, {"model": self.name, "messages": messages, **chosen})
 
 
 class LocalModel:
@@ -77,16 +77,16 @@ class LocalModel:
         if adapter is not None:
             self._engine.load_adapter(adapter.name, adapter)
 
-    def answer(self, messages: list[Message], asked: Asked) -> Iterator[Piece]:
+    def answer(self, messages: list[Message], options: ChatOptions) -> Iterator[Piece]:
         from fp8serve.chat.models import held_interrupts
         from fp8serve.engine.request import Request
         from fp8serve.engine.sampling_params import SamplingParams
 
         ids = self._tokenizer.encode_chat(messages)
         sampling = SamplingParams(
-            max_new_tokens=asked.max_tokens or self._room(len(ids)),
-            temperature=OWN_TEMPERATURE if asked.temperature is None else asked.temperature,
-            seed=asked.seed,
+            max_new_tokens=options.max_tokens or self._room(len(ids)),
+            temperature=OWN_TEMPERATURE if options.temperature is None else options.temperature,
+            seed=options.seed,
         )
         request = Request(f"chat-{next(self._ids)}", tuple(ids), sampling, adapter=self._adapter)
         self._engine.add_request(request)

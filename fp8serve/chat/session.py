@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8serve.chat.conversation import Conversation
-from fp8serve.chat.models import Asked, ChatModel
+from fp8serve.chat.models import ChatModel, ChatOptions
 from fp8serve.client.answers import Piece
 from fp8serve.errors import Fp8ServeError, RequestError, shown
 from fp8serve.terminal import printable
@@ -23,11 +23,13 @@ DIM, PLAIN = "\033[2m", "\033[0m"
 class Session:
     """`read` gives the next line, and raises EOFError at the end of the input."""
 
-    def __init__(self, model: ChatModel, asked: Asked, system: str = "", read: Callable[[str], str] = input) -> None:
-        self.model, self.asked, self.read = model, asked, read
+    def __init__(
+        self, model: ChatModel, options: ChatOptions, system: str = "", read: Callable[[str], str] = input
+    ) -> None:
+        self.model, self.options, self.read = model, options, read
         self.conversation = Conversation(system)
         self._again = 0  # how often the last question was repeated, with another seed each time
-        self._shown: str | None = None  # the kind of piece that was written last
+        self._last_kind: str | None = None  # the kind of piece that was written last
 
     def run(self) -> None:
         """Until /quit or the end of the input."""
@@ -103,33 +105,33 @@ class Session:
 
     def _ask(self, question: str) -> bool:
         """Whether there is an answer, whole or cut off by ctrl-C; if so it becomes part of the conversation."""
-        seed = None if self.asked.seed is None else self.asked.seed + self._again
-        said: list[str] = []
-        self._shown = None
+        seed = None if self.options.seed is None else self.options.seed + self._again
+        texts: list[str] = []
+        self._last_kind = None
         try:
-            asked = self.model.answer(self.conversation.messages(question), replace(self.asked, seed=seed))
-            with closing(asked) as pieces:  # type: ignore[type-var]  # a generator
+            answer_pieces = self.model.answer(self.conversation.messages(question), replace(self.options, seed=seed))
+            with closing(answer_pieces) as pieces:  # type: ignore[type-var]  # a generator
                 for piece in pieces:
                     self._show(piece)
-                    said += [piece.text] * (piece.kind == "text")
+                    texts += [piece.text] * (piece.kind == "text")
         except KeyboardInterrupt:
             print(f"{PLAIN} (stopped)", end="")
         except Fp8ServeError:
-            print(PLAIN if self._shown is None else PLAIN + "\n", end="")
+            print(PLAIN if self._last_kind is None else PLAIN + "\n", end="")
             raise
         print(PLAIN)
-        answer = "".join(said)
+        answer = "".join(texts)
         if answer:
             self.conversation.turns.append((question, answer))
         return bool(answer)
 
     def _show(self, piece: Piece) -> None:
         if piece.text:
-            if self._shown is not None and (piece.kind != self._shown or piece.opens):
+            if self._last_kind is not None and (piece.kind != self._last_kind or piece.opens):
                 print(PLAIN)
-            if piece.kind != self._shown or piece.opens:
+            if piece.kind != self._last_kind or piece.opens:
                 print({"text": PLAIN, "reasoning": DIM, "tool": f"{DIM}calls "}[piece.kind], end="")
-            self._shown = piece.kind
+            self._last_kind = piece.kind
             print(printable(piece.text) + " " * piece.opens, end="", flush=True)
 
 
@@ -144,16 +146,16 @@ def _advised(problem: Fp8ServeError) -> str:
     return f"{problem} /reset begins a new conversation; /save keeps this one." if full else str(problem)
 
 
-def answer_lines(model: ChatModel, asked: Asked, system: str, questions: list[str]) -> None:
+def answer_lines(model: ChatModel, options: ChatOptions, system: str, questions: list[str]) -> None:
     """The answers to questions of one conversation on standard output, and nothing else."""
     conversation = Conversation(system)
     for question in questions:
-        said = []
-        with closing(model.answer(conversation.messages(question), asked)) as pieces:  # type: ignore[type-var]
+        texts = []
+        with closing(model.answer(conversation.messages(question), options)) as pieces:  # type: ignore[type-var]
             for piece in pieces:
                 if piece.kind == "text":
-                    said.append(piece.text)
+                    texts.append(piece.text)
                     print(piece.text, end="", flush=True)
         print(flush=True)
-        conversation.turns.append((question, "".join(said)))
+        conversation.turns.append((question, "".join(texts)))
     sys.stdout.flush()

@@ -59,9 +59,13 @@ def complete(api: Api, model: str | None, prompts: Sequence[str], sampling: Mapp
     body = {"model": model or api.first_model(), "prompt": list(prompts) if len(prompts) > 1 else prompts[0]}
     answer = api.post("/v1/completions", body | _body(sampling))
     try:
-        found = {choice.get("index", 0): choice for choice in answer["choices"]}
+        choices = {choice.get("index", 0): choice for choice in answer["choices"]}
         return [
-            {"prompt": prompt, "text": str(found[index]["text"]), "finish_reason": found[index].get("finish_reason")}
+            {
+                "prompt": prompt,
+                "text": str(choices[index]["text"]),
+                "finish_reason": choices[index].get("finish_reason"),
+            }
             for index, prompt in enumerate(prompts)
         ]
     except (AttributeError, KeyError, TypeError):
@@ -70,8 +74,8 @@ def complete(api: Api, model: str | None, prompts: Sequence[str], sampling: Mapp
 
 def _body(sampling: Mapping[str, Any]) -> dict[str, Any]:
     """A schema is written in OpenAI's form, a regular expression in vLLM's."""
-    found = {WIRE_NAMES.get(name, name): value for name, value in sampling.items()}
-    if (schema := found.pop("json_schema", None)) is not None:
+    body = {WIRE_NAMES.get(name, name): value for name, value in sampling.items()}
+    if (schema := body.pop("json_schema", None)) is not None:
         form = {"name": "answer", "schema": json.loads(schema)}
-        found["response_format"] = {"type": "json_schema", "json_schema": form}
-    return found
+        body["response_format"] = {"type": "json_schema", "json_schema": form}
+    return body

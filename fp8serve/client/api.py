@@ -60,15 +60,15 @@ class Api:
         try:
             with file.open("rb") as data, failures(self.url):
                 form: dict[str, Any] = {"files": {"file": (file.name, data)}, "data": {"purpose": "fine-tune"}}
-                kept = answered(self._client.post(f"{self.url}/v1/files", **form))
+                stored = answered(self._client.post(f"{self.url}/v1/files", **form))
         except OSError as problem:
             raise DataError(f"{file} cannot be read: {problem.strerror or problem}.") from None
-        return member(kept, "id", "file")
+        return member(stored, "id", "file")
 
     def events(self, path: str, body: Any = None) -> Iterator["ServerSentEvent"]:
         """The events in the answer to a GET, or to a POST of `body`, as they come."""
-        asked: dict[str, Any] = {} if body is None else {"method": "POST", "content": as_json(body), "headers": JSON}
-        with failures(self.url), self._client.sse(self.url + path, **asked) as source:
+        options: dict[str, Any] = {} if body is None else {"method": "POST", "content": as_json(body), "headers": JSON}
+        with failures(self.url), self._client.sse(self.url + path, **options) as source:
             if source.response.status_code != 200:
                 source.response.read()
                 raise refusal(source.response)
@@ -151,13 +151,13 @@ def answered(response: "Response") -> Any:
 
 def refusal(response: "Response") -> ServerError:
     """The error for a status other than success. The body has been read."""
-    status, (said, code) = response.status_code, _complaint(response)
+    status, (text, code) = response.status_code, _complaint(response)
     if status in (401, 403):
-        sentence = f"The server refuses the key, or the lack of one ({said or status}); {KEY_HINT}."
+        sentence = f"The server refuses the key, or the lack of one ({text or status}); {KEY_HINT}."
     elif response.is_redirect:
         sentence = f"The server is not here: it answered {status} and names {shown(response.headers.get('location'))}."
-    elif said:
-        sentence = f"The server answered {status}: {said}."
+    elif text:
+        sentence = f"The server answered {status}: {text}."
     else:
         hint = f"; is there such a server at {response.url}?" if status == 404 else "."
         sentence = f"The server answered {status} {response.reason_phrase}{hint}"
@@ -168,27 +168,27 @@ def _complaint(response: "Response") -> tuple[str, str | None]:
     """The message of an error and its code, as OpenAI's, vLLM's and our own routes spell them."""
     try:
         body = response.json()
-        found = body.get("error", body) if isinstance(body, dict) else {}
-        told = found if isinstance(found, dict) else {**body, "message": found}
+        error = body.get("error", body) if isinstance(body, dict) else {}
+        fields = error if isinstance(error, dict) else {**body, "message": error}
     except ValueError:
         return "", None
-    message, code = told.get("message") or told.get("detail"), told.get("code")
-    hint = f". {told['hint'].rstrip('.')}" if isinstance(told.get("hint"), str) else ""
+    message, code = fields.get("message") or fields.get("detail"), fields.get("code")
+    hint = f". {fields['hint'].rstrip('.')}" if isinstance(fields.get("hint"), str) else ""
     return one_line(f"{str(message).rstrip('.')}{hint}") if message else "", code if isinstance(code, str) else None
 
 
 def event_object(event: "ServerSentEvent") -> dict[str, Any]:
     """The JSON object of an event. ServerError when it is not one, or reports an error."""
     try:
-        found = event.json()
+        value = event.json()
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        value = None
+    if not isinstance(value, dict):
         raise ServerError(f"The server sent an event that is no JSON object: {shown(event.data)}.")
-    if error := found.get("error"):
-        said = error.get("message") if isinstance(error, dict) else error
-        raise ServerError(f"The server ended its answer with an error: {one_line(said)}.")
-    return found
+    if error := value.get("error"):
+        message = error.get("message") if isinstance(error, dict) else error
+        raise ServerError(f"The server ended its answer with an error: {one_line(message)}.")
+    return value
 
 
 def member(answer: Any, name: str, what: str) -> str:

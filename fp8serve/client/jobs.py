@@ -19,14 +19,14 @@ def place(job_id: str, action: str = "") -> str:
 
 def jobs(api: Api, most: int) -> list[Job]:
     """The newest ones, newest first."""
-    found: list[Job] = []
+    jobs: list[Job] = []
     more = True
-    while more and len(found) < most:
-        after = {"after": found[-1]["id"]} if found else {}
-        page = _page(api.get("/finetune", limit=min(PAGE, most - len(found)), **after))
-        found += page["jobs"]
+    while more and len(jobs) < most:
+        after = {"after": jobs[-1]["id"]} if jobs else {}
+        page = _page(api.get("/finetune", limit=min(PAGE, most - len(jobs)), **after))
+        jobs += page["jobs"]
         more = bool(page.get("has_more") and page["jobs"])
-    return found
+    return jobs
 
 
 def _page(answer: Any) -> dict[str, Any]:
@@ -50,12 +50,12 @@ def series(api: Api, job_id: str) -> list[dict[str, Any]]:
     return [dict(row) for row in answer["metrics"]]
 
 
-def follow(api: Api, job_id: str, tell: Callable[[dict[str, Any]], None]) -> str:
+def follow(api: Api, job_id: str, on_event: Callable[[dict[str, Any]], None]) -> str:
     """Reports every event of a job, including earlier ones, until it ends; returns its final status."""
     with closing(api.events(place(job_id, "/events"))) as events:  # type: ignore[type-var]  # a generator
         for event in events:
-            found = event_object(event)
+            data = event_object(event)
             if event.event == "end":
-                return member(found, "status", "status")
-            tell(found)
+                return member(data, "status", "status")
+            on_event(data)
     raise ServerError("The server went away before the job had ended; the job goes on when it is started again.")

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from fp8serve.bench.options import EngineLoad, Load, MonitorOptions, Shape, SpeculationLoad, StepOptions
-from fp8serve.commands.connecting import KeyFile, OtherServer, Served, leaving_at_sigterm, refuse_given
+from fp8serve.commands.connecting import KeyFile, OtherServer, Served, leaving_at_sigterm, refuse_options
 from fp8serve.commands.from_options import Chosen, with_options
 from fp8serve.commands.serve import find_key
 from fp8serve.terminal import AsJson, Model, print_json, print_table, printable, progress
@@ -214,7 +214,7 @@ def serve(
     if (model is None) == (server is None):
         raise typer.BadParameter("give either a MODEL to start a server for, or the --server that runs")
     if server is None:
-        refuse_given(context, ("served", "api_key_file"), "is for --server")
+        refuse_options(context, ("served", "api_key_file"), "is for --server")
     load = options()
     with leaving_at_sigterm(), _place(model, server, api_key_file) as (url, key, directory):
         from fp8serve.bench.serve import measure

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fp8serve.chat.models import Asked
-from fp8serve.commands.connecting import AdapterDir, KeyFile, OtherServer, Served, connected, refuse_given
+from fp8serve.chat.models import ChatOptions
+from fp8serve.commands.connecting import AdapterDir, KeyFile, OtherServer, Served, connected, refuse_options
 from fp8serve.commands.from_options import Chosen, shown_options, with_options
 from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import RequestError
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 @with_options()
 def command(
     context: typer.Context,
-    asked: Chosen[Asked],
+    options: Chosen[ChatOptions],
     engine: Chosen[EngineOptions],
     model: Annotated[
         str | None,
@@ -50,17 +50,17 @@ def command(
     if (model is None) == (server is None):
         raise typer.BadParameter("give either a MODEL to load, or the --server to ask")
     if server is None:
-        refuse_given(context, ("served", "api_key_file"), "is for --server")
+        refuse_options(context, ("served", "api_key_file"), "is for --server")
     else:
         local = "adapter", *(o.name for o in shown_options(EngineOptions))
-        refuse_given(context, local, "is for a MODEL that is loaded here")
+        refuse_options(context, local, "is for a MODEL that is loaded here")
     from fp8serve.chat.session import Session, answer_lines
 
     talking = sys.stdin.isatty() and sys.stdout.isatty()
     if by_line and talking:
         raise typer.BadParameter("--by-line is for standard input that is no terminal")
     questions = [] if talking else _questions(by_line)
-    sampling = asked()
+    sampling = options()
     with _model(model, server, served, api_key_file, engine, adapter, talking) as conversation:
         if talking:
             with contextlib.suppress(ImportError):

@@ -52,14 +52,14 @@ def _leave(number: int, frame: object) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def given(context: typer.Context, names: Iterable[str]) -> list[str]:
+def given_options(context: typer.Context, names: Iterable[str]) -> list[str]:
     """The parameters that were given on the command line."""
     sources = {name: context.get_parameter_source(name) for name in names}
     return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
 
 
-def refuse_given(context: typer.Context, names: Iterable[str], why: str) -> None:
+def refuse_options(context: typer.Context, names: Iterable[str], why: str) -> None:
     """Wrong usage when one of these options was given."""
-    if result := given(context, names):
+    if result := given_options(context, names):
         spelt = next(p.opts[0] for p in context.command.params if p.name == result[0])
         raise typer.BadParameter(f"{spelt} {why}")

@@ -75,11 +75,11 @@ def _run(config: TrainConfig, json: bool, ranks: "Ranks") -> int:
     out = Path(config.out)
     with progress("Training", ranks.first) as advance, logged(out / EVENTS) as log, _stop_on_signal() as stopped:
 
-        def tell(event: Event) -> None:
+        def print_event(event: Event) -> None:
             log(event)
             _show(event, advance)
 
-        result = Trainer(config, ranks).run(on_event=tell, stop=stopped)
+        result = Trainer(config, ranks).run(on_event=print_event, stop=stopped)
     if ranks.first:
         print_json(vars(result)) if json else _summary(result, out)
     return STOPPED if result.status == "stopped" else 0

@@ -21,7 +21,7 @@ from fp8serve.errors import RecipeError
 from fp8serve.options import Option, options_of
 
 T = TypeVar("T")
-MOST_SHOWN = 10**6  # larger bounds only guard the machine and are left out of the help
+MAX_BOUND = 10**6  # larger bounds only guard the machine and are left out of the help
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def with_options(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..
 
         @wraps(command)
         def run(**source: Any) -> None:
-            chosen = {name: Chosen(kind, _taken(kind, source)) for name, kind in kinds.items()}
+            chosen = {name: Chosen(kind, _values(kind, source)) for name, kind in kinds.items()}
             command(**source, **chosen)
 
         run.__signature__ = inspect.Signature(_parameters(command, kinds, defaults))  # type: ignore[attr-defined]
@@ -78,7 +78,7 @@ def _parameter(option: Option, default: Any) -> inspect.Parameter:
     described = typer.Option(
         *_flags(option, plain),
         help=option.about.text.removesuffix(".") + ("; repeat for several." if several else "."),
-        show_default=_shown(option, default),
+        show_default=_default_text(option, default),
         metavar=option.about.metavar,
         **_range(option, plain),
     )
@@ -89,7 +89,7 @@ def _parameter(option: Option, default: Any) -> inspect.Parameter:
     )
 
 
-def _shown(option: Option, default: Any) -> str | bool:
+def _default_text(option: Option, default: Any) -> str | bool:
     """The default as help shows it; True: typer's own way."""
     if default in (None, (), {}):
         return option.about.unset or False
@@ -121,10 +121,10 @@ def _range(option: Option, plain: Any) -> dict[str, Any]:
     if get_origin(plain) is tuple or not {int, float} & {plain, *get_args(plain)}:
         return {}
     bounds = {"min": option.least, "max": option.most}
-    return {name: value for name, value in bounds.items() if value is not None and abs(value) < MOST_SHOWN}
+    return {name: value for name, value in bounds.items() if value is not None and abs(value) < MAX_BOUND}
 
 
-def _taken(kind: type, arguments: dict[str, Any]) -> dict[str, Any]:
+def _values(kind: type, arguments: dict[str, Any]) -> dict[str, Any]:
     """Moves the options of `kind` out of `arguments`; omitted ones are left to the dataclass."""
     values = [(option, arguments.pop(option.name)) for option in shown_options(kind)]
     return {o.name: _value(o, value) for o, value in values if value is not None and value != []}

@@ -18,7 +18,15 @@ from typing import Annotated, Any
 
 import typer
 
-from fp8serve.commands.connecting import AdapterDir, KeyFile, OtherServer, Served, connected, given, refuse_given
+from fp8serve.commands.connecting import (
+    AdapterDir,
+    KeyFile,
+    OtherServer,
+    Served,
+    connected,
+    given_options,
+    refuse_options,
+)
 from fp8serve.commands.from_options import Chosen, shown_options, with_options
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.sampling_params import SamplingParams
@@ -46,14 +54,14 @@ def command(
 ) -> None:
     if server is not None:
         local = "adapter", *(o.name for o in shown_options(EngineOptions))
-        refuse_given(context, local, "is for a MODEL that is loaded here")
+        refuse_options(context, local, "is for a MODEL that is loaded here")
         texts = ([] if model is None else [model]) + (prompts or [])
-        chosen = given(context, (o.name for o in shown_options(SamplingParams)))
+        chosen = given_options(context, (o.name for o in shown_options(SamplingParams)))
         values = {name: sampling.values[name] for name in {*chosen, "max_new_tokens", "temperature"}}
         sampling()  # its errors are reported here
         _show(_by_server(server, api_key_file, served, texts or [_from_stdin()], values), json)
         return
-    refuse_given(context, ("served", "api_key_file"), "is for --server")
+    refuse_options(context, ("served", "api_key_file"), "is for --server")
     if model is None:
         raise typer.BadParameter("give a MODEL to load, or the --server to ask")
     from fp8serve.hub import find_draft, find_model
@@ -79,11 +87,11 @@ def _by_server(
         return complete(api, model, prompts, sampling)
 
 
-def _show(found: list[dict[str, Any]], json: bool) -> None:
+def _show(completions: list[dict[str, Any]], json: bool) -> None:
     if json:
-        print_json(found)
+        print_json(completions)
     else:
-        for completion in found:
+        for completion in completions:
             print(completion["prompt"] + completion["text"])
 
 

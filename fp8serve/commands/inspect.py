@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from fp8serve.comparison import Comparison, ScaleChange, WeightChange
 
 CACHE = (".k", ".v", ".kv")  # ends of the names of what cache scales scale
-SHOWN = 20  # rows of a table of changes; --json has all
+MAX_ROWS = 20  # rows of a table of changes; --json has all
 FAR = 2.0  # between the scales of a tensor
 
 
@@ -132,21 +132,21 @@ def _compare(a: Path, b: Path, json: bool) -> None:
     from fp8serve.comparison import compare
 
     with progress("Comparing") as advance:
-        found = compare(a, b, advance)
-    print_json(found.to_json()) if json else _print_comparison(found)
+        comparison = compare(a, b, advance)
+    print_json(comparison.to_json()) if json else _print_comparison(comparison)
 
 
-def _print_comparison(found: "Comparison") -> None:
-    print(f"A: {found.a}\nB: {found.b}")
-    print(f"Configuration: {_count(len(found.config), 'key')} with different values.")
-    _print_rows(("key", "A", "B"), [(key, _cut(a), _cut(b)) for key, (a, b) in found.config.items()])
-    print(f"Weights: {found.same_weights} the same, {len(found.weights)} different.")
-    _print_rows(("weight", "A", "B", "differing", "largest change", "SQNR"), [_weight(w) for w in found.weights])
-    far = sum(_is_far(s) for s in found.scales)
+def _print_comparison(comparison: "Comparison") -> None:
+    print(f"A: {comparison.a}\nB: {comparison.b}")
+    print(f"Configuration: {_count(len(comparison.config), 'key')} with different values.")
+    _print_rows(("key", "A", "B"), [(key, _cut(a), _cut(b)) for key, (a, b) in comparison.config.items()])
+    print(f"Weights: {comparison.same_weights} the same, {len(comparison.weights)} different.")
+    _print_rows(("weight", "A", "B", "differing", "largest change", "SQNR"), [_weight(w) for w in comparison.weights])
+    far = sum(_is_far(s) for s in comparison.scales)
     apart = f", {far} of them more than a factor of {FAR:g} apart" if far else ""
-    print(f"Scales: {found.same_scales} the same, {len(found.scales)} different{apart}.")
-    _print_rows(("scale of", "A", "B", "B / A"), [_scale(s) for s in found.scales])
-    for which, names in (("A", found.only_in_a), ("B", found.only_in_b)):
+    print(f"Scales: {comparison.same_scales} the same, {len(comparison.scales)} different{apart}.")
+    _print_rows(("scale of", "A", "B", "B / A"), [_scale(s) for s in comparison.scales])
+    for which, names in (("A", comparison.only_in_a), ("B", comparison.only_in_b)):
         if names:
             print(
                 f"Only in {which}: {_count(len(names), 'tensor')}, {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
@@ -155,9 +155,9 @@ def _print_comparison(found: "Comparison") -> None:
 
 def _print_rows(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     if rows:
-        print_table(columns, rows[:SHOWN])
-    if len(rows) > SHOWN:
-        print(f"... and {len(rows) - SHOWN} more; --json has them all.")
+        print_table(columns, rows[:MAX_ROWS])
+    if len(rows) > MAX_ROWS:
+        print(f"... and {len(rows) - MAX_ROWS} more; --json has them all.")
 
 
 def _weight(change: "WeightChange") -> tuple[str, ...]:

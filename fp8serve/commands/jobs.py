@@ -22,7 +22,7 @@ import typer
 from fp8serve.charts import text_chart
 from fp8serve.client import jobs as client
 from fp8serve.client.api import Api, member
-from fp8serve.commands.connecting import URL, KeyFile, Server, connected, given
+from fp8serve.commands.connecting import URL, KeyFile, Server, connected, given_options
 from fp8serve.commands.from_options import Chosen, with_options
 from fp8serve.errors import MachineError
 from fp8serve.model.text.data_files import DATA, local_file
@@ -103,7 +103,7 @@ def submit(
       fp8serve jobs submit chats.jsonl --validation held-out.jsonl --follow
       fp8serve jobs submit rows.parquet --dry-run
     """
-    chosen = given(context, (option.name for option in JOB_OPTIONS))
+    chosen = given_options(context, (option.name for option in JOB_OPTIONS))
     body = {WIRE_NAMES.get(name, name): options.values[name] for name in chosen}
     with connected(server, api_key_file) as api:
         body["file_id"] = api.upload(local_file(data))
@@ -190,14 +190,14 @@ def _watch(api: Api, job_id: str, json: bool) -> None:
     """Events on standard error, the job as it ended on standard output. Exit status 1 unless it succeeded."""
     with progress("Training") as advance:
 
-        def tell(event: dict[str, Any]) -> None:
+        def print_event(event: dict[str, Any]) -> None:
             remark(printable(str(event.get("message"))))
             data = event.get("data")
             if event.get("type") == "metrics" and isinstance(data, dict):
                 advance(int(data.get("step", 0)), int(data.get("total_steps", 0)))
 
         try:
-            status = client.follow(api, job_id, tell)
+            status = client.follow(api, job_id, print_event)
         except KeyboardInterrupt:
             remark(f"The job goes on; fp8serve jobs cancel {printable(job_id)} ends it.")
             raise

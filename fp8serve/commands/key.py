@@ -85,7 +85,7 @@ def list_keys(
         print_json(rows)
     else:
         columns = ("name", "tenant", "scopes", "requests/min", "tokens/min", "at once")
-        print_table(columns, [(*(_shown(value) for value in row.values()),) for row in rows])
+        print_table(columns, [(*(_cell(value) for value in row.values()),) for row in rows])
 
 
 def _rows(keys: Keys) -> list[dict[str, Any]]:
@@ -102,5 +102,5 @@ def _rows(keys: Keys) -> list[dict[str, Any]]:
     ]
 
 
-def _shown(value: Any) -> str:
+def _cell(value: Any) -> str:
     return "-" if value is None else ", ".join(value) if isinstance(value, list) else str(value)

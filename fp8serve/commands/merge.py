@@ -20,7 +20,7 @@ from fp8serve.terminal import AsJson, Model, print_json
 if TYPE_CHECKING:
     from fp8serve.model.merging import Loss
 
-SHOWN = 5
+MAX_LISTED = 5
 
 
 def command(
@@ -41,16 +41,16 @@ def command(
         layers = {name: _figures(loss) for name, loss in losses.layers.items()}
         print_json({"out": str(out), **_figures(total), "layers": layers})
         return
-    print(f"Wrote {out}. All {len(losses.layers)} layers with an adapter: {_said(total)}.")
-    worst = sorted(losses.layers.items(), key=lambda item: item[1].lost_share, reverse=True)[:SHOWN]
+    print(f"Wrote {out}. All {len(losses.layers)} layers with an adapter: {_loss_text(total)}.")
+    worst = sorted(losses.layers.items(), key=lambda item: item[1].lost_share, reverse=True)[:MAX_LISTED]
     for name, loss in worst:
-        print(f"  {name}: {_said(loss)}")
+        print(f"  {name}: {_loss_text(loss)}")
 
 
 def _figures(loss: "Loss") -> dict[str, Any]:
     return asdict(loss) | {"lost_share": loss.lost_share, "error": loss.error}
 
 
-def _said(loss: "Loss") -> str:
+def _loss_text(loss: "Loss") -> str:
     grown = f", {loss.rescaled} scales grew" if loss.rescaled else ""
     return f"{loss.lost_share:.1%} of {loss.changed} changes rounded back, relative error {loss.error:.3f}{grown}"

@@ -60,20 +60,20 @@ def _models(api: Api) -> list[dict[str, Any]]:
     return [UNKNOWN | {"model": name, "served": True} for name in names]
 
 
-def _of_ours(found: dict[str, Any]) -> list[dict[str, Any]]:
+def _of_ours(answer: dict[str, Any]) -> list[dict[str, Any]]:
     """The weights of the default model, then the other names, what could be activated, and what could be loaded."""
-    default = [m for m in found["models"] if m["default"]]
+    default = [m for m in answer["models"] if m["default"]]
     served = {(m["served"] or {}).get("source") for m in default}
-    first, *results = [{**entry, "served": entry["source"] in served} for entry in found["available"]]
+    first, *results = [{**entry, "served": entry["source"] in served} for entry in answer["available"]]
     rows = [first, *(adapter for m in default for adapter in _adapters(m))]
-    for m in found["models"]:
+    for m in answer["models"]:
         if not m["default"]:
             source = m["served"] and m["served"]["source"]
             rows += [{"model": m["name"], "source": source, "served": m["state"] == "ready"} | _why(m), *_adapters(m)]
     rows += results
-    rows += [{"model": alias, "source": name, "served": True, "state": "alias"} for alias, name in _aliases(found)]
-    rows += [{"model": name, "source": name, "served": False, "state": "loadable"} for name in found["loadable"]]
-    return [UNKNOWN | {"state": found["state"] if row["served"] else "available"} | row for row in rows]
+    rows += [{"model": alias, "source": name, "served": True, "state": "alias"} for alias, name in _aliases(answer)]
+    rows += [{"model": name, "source": name, "served": False, "state": "loadable"} for name in answer["loadable"]]
+    return [UNKNOWN | {"state": answer["state"] if row["served"] else "available"} | row for row in rows]
 
 
 def _adapters(model: dict[str, Any]) -> list[dict[str, Any]]:
@@ -86,8 +86,8 @@ def _why(model: dict[str, Any]) -> dict[str, Any]:
     return {"state": f"{model['state']}: {model['problem']}" if model["problem"] else model["state"]}
 
 
-def _aliases(found: dict[str, Any]) -> list[tuple[str, str]]:
-    return sorted(found["aliases"].items())
+def _aliases(answer: dict[str, Any]) -> list[tuple[str, str]]:
+    return sorted(answer["aliases"].items())
 
 
 Name = Annotated[str, typer.Argument(help="The model's own name.")]
@@ -140,7 +140,7 @@ def activate(
             name = model or member(api.get("/models"), "alias", "model")
             swapped = api.post(_path(name, "activate"), {"source": source} | ratio)
     name = member(swapped.get("served") if isinstance(swapped, dict) else None, "model", "model")
-    _tell(swapped, f"{printable(name)} is served.", json)
+    _report(swapped, f"{printable(name)} is served.", json)
 
 
 @app.command()
@@ -172,7 +172,7 @@ def load(
         raise typer.BadParameter("--option is for a SOURCE; say which.")
     with connected(server, api_key_file) as api:
         result = api.post(_path(name, "load"), body)
-    _tell(result, f"{printable(member(result, 'name', 'model'))} is served.", json)
+    _report(result, f"{printable(member(result, 'name', 'model'))} is served.", json)
 
 
 @app.command()
@@ -195,7 +195,7 @@ def unload(
     """
     with connected(server, api_key_file) as api:
         result = api.post(_path(name, "unload"), {} if seconds is None else {"seconds": seconds})
-    _tell(result, f"{printable(member(result, 'name', 'model'))} is not served any more.", json)
+    _report(result, f"{printable(member(result, 'name', 'model'))} is not served any more.", json)
 
 
 @app.command()
@@ -217,15 +217,15 @@ def alias(
     with connected(server, api_key_file) as api:
         result = api.post(_path(name, "alias"), {"alias": other, "remove": remove})
     does = "is no name" if remove else "is a name"
-    _tell(result, f"{printable(other)} {does} of {printable(member(result, 'name', 'model'))}.", json)
+    _report(result, f"{printable(other)} {does} of {printable(member(result, 'name', 'model'))}.", json)
 
 
 def _path(name: str, change: str) -> str:
     return f"/models/{quote(name, safe='')}/{change}"
 
 
-def _tell(found: Any, sentence: str, as_json: bool) -> None:
+def _report(answer: Any, sentence: str, as_json: bool) -> None:
     if as_json:
-        print_json(found)
+        print_json(answer)
     else:
         print(sentence)

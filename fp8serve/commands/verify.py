@@ -21,7 +21,7 @@ from fp8serve.terminal import AsJson, print_json, progress
 if TYPE_CHECKING:
     from fp8serve.model.verify import Finding
 
-SHOWN = 5  # findings of a kind; --json has all
+MAX_LISTED = 5  # findings of a kind; --json has all
 
 
 def command(
@@ -33,14 +33,14 @@ def command(
     from fp8serve.hub import find_checkpoint
     from fp8serve.model.verify import verify
 
-    found_at = find_checkpoint(path)
+    checkpoint = find_checkpoint(path)
     with progress("Verifying") as advance:
-        findings = verify(found_at, advance)
+        findings = verify(checkpoint, advance)
     errors = sum(finding.severity == "error" for finding in findings)
     if json:
-        print_json({"path": str(found_at), "good": not errors, "findings": [asdict(finding) for finding in findings]})
+        print_json({"path": str(checkpoint), "good": not errors, "findings": [asdict(finding) for finding in findings]})
     else:
-        _print(found_at, findings)
+        _print(checkpoint, findings)
     if any(finding.check == "format" for finding in findings):
         raise ScalesError(f"{path} cannot be judged.")
     if errors:
@@ -53,7 +53,7 @@ def _print(path: Path, findings: "list[Finding]") -> None:
     kinds = dict.fromkeys((finding.severity, finding.check) for finding in findings)
     for severity, check in kinds:
         alike = [finding for finding in findings if (finding.severity, finding.check) == (severity, check)]
-        for finding in alike[:SHOWN]:
+        for finding in alike[:MAX_LISTED]:
             print(f"{severity}, {check}: {finding.sentence}")
-        if len(alike) > SHOWN:
-            print(f"{severity}, {check}: ... and {len(alike) - SHOWN} more; --json has them all.")
+        if len(alike) > MAX_LISTED:
+            print(f"{severity}, {check}: ... and {len(alike) - MAX_LISTED} more; --json has them all.")

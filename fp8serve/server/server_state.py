@@ -74,7 +74,7 @@ class ServerState:
         self.models.aliases |= settings.named_aliases
         self.loader = Loader(self.models, self._model)
         self.loader.known |= {named.name: self._home(named) for named in settings.models}
-        self.adapters = AdapterLoader(self.models, self._beside)
+        self.adapters = AdapterLoader(self.models, self._admission_of_adapter)
         for adapter in settings.adapters:
             source = AdapterSource(adapter.name, adapter.directory.name, adapter.directory, required=True)
             self.adapters.expect(self.models.default, source)
@@ -116,7 +116,7 @@ class ServerState:
         model.asks_layers = self.settings.metrics_per_layer
         return model
 
-    def _beside(self, name: str, base: Admission) -> Admission:
+    def _admission_of_adapter(self, name: str, base: Admission) -> Admission:
         """Counts the requests for an adapter, in the room of its model."""
         return Admission(base.room, self.metrics.of(name))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fp8serve.chat.models import Asked, LocalModel
+from fp8serve.chat.models import ChatOptions, LocalModel
 from fp8serve.cli import main
 from fp8serve.errors import ModelError, RequestError
 from tests.client.fake import CHAT, FakeServer, delta, says, streams
@@ -104,7 +104,7 @@ def test_a_model_in_this_process(tiny: Path, asks: Any) -> None:
 
 def test_a_model_that_is_interrupted_or_overfilled_can_be_asked_again(tiny: Path) -> None:
     model = LocalModel(tiny, {"recipe": "bf16"})
-    asked, hello = Asked(temperature=0, max_tokens=4), [{"role": "user", "content": "Hello"}]
+    asked, hello = ChatOptions(temperature=0, max_tokens=4), [{"role": "user", "content": "Hello"}]
     whole = [piece.text for piece in model.answer(hello, asked)]
     interrupted = model.answer(hello, asked)
     next(interrupted)
@@ -112,7 +112,7 @@ def test_a_model_that_is_interrupted_or_overfilled_can_be_asked_again(tiny: Path
     with pytest.raises(KeyboardInterrupt):
         next(interrupted)
     with pytest.raises(RequestError, match="tokens, and the context holds 256"):
-        list(model.answer([{"role": "user", "content": "x y " * 500}], Asked()))
+        list(model.answer([{"role": "user", "content": "x y " * 500}], ChatOptions()))
     assert [piece.text for piece in model.answer(hello, asked)] == whole
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fp8serve.chat.models import Asked
+from fp8serve.chat.models import ChatOptions
 from fp8serve.chat.session import DIM, PLAIN, Session
 from fp8serve.client.answers import Piece
 from fp8serve.errors import RequestError
@@ -23,9 +23,9 @@ class Scripted:
 
     def __init__(self, *answers: Iterable[Any]) -> None:
         self.answers = list(answers)
-        self.seen: list[tuple[list[dict[str, Any]], Asked]] = []
+        self.seen: list[tuple[list[dict[str, Any]], ChatOptions]] = []
 
-    def answer(self, messages: list[dict[str, Any]], asked: Asked) -> Iterator[Piece]:
+    def answer(self, messages: list[dict[str, Any]], asked: ChatOptions) -> Iterator[Piece]:
         self.seen.append((messages, asked))
         for item in self.answers.pop(0):
             if isinstance(item, BaseException):
@@ -43,7 +43,7 @@ def talk(model: Scripted, *lines: Any, system: str = "", seed: int | None = None
             raise line
         return str(line)
 
-    session = Session(model, Asked(seed=seed), system, read)
+    session = Session(model, ChatOptions(seed=seed), system, read)
     session.run()
     return session
 

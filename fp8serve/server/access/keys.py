@@ -79,13 +79,13 @@ class Keys:
 
     digests: Mapping[bytes, Caller] = field(default_factory=lambda: MappingProxyType({}), repr=False)
 
-    def caller(self, given: bytes) -> Caller | None:
-        """The caller with the key `given`. It takes the same time for every key, known or not."""
-        digest, found = hashlib.sha256(given).digest(), None
+    def caller(self, key: bytes) -> Caller | None:
+        """The caller with the key `key`. It takes the same time for every key, known or not."""
+        digest, match = hashlib.sha256(key).digest(), None
         for known, caller in self.digests.items():
             if hmac.compare_digest(known, digest):
-                found = caller
-        return found
+                match = caller
+        return match
 
 
 def single(key: str) -> Keys:
@@ -102,9 +102,9 @@ def line_of(name: str, tenant: str, scopes: Sequence[str], key: str) -> str:
     """The line for the file. Raises RequestError."""
     _check_name("name", name)
     chosen = tuple(dict.fromkeys(scopes))
-    made = Key(tenant, chosen, hashlib.sha256(key.encode()).hexdigest())  # type: ignore[arg-type]  # which it checks
-    listed = ", ".join(f'"{scope}"' for scope in made.scopes)
-    return f'keys.{name} = {{ tenant = "{tenant}", scopes = [{listed}], sha256 = "{made.sha256}" }}'
+    entry = Key(tenant, chosen, hashlib.sha256(key.encode()).hexdigest())  # type: ignore[arg-type]  # which it checks
+    listed = ", ".join(f'"{scope}"' for scope in entry.scopes)
+    return f'keys.{name} = {{ tenant = "{tenant}", scopes = [{listed}], sha256 = "{entry.sha256}" }}'
 
 
 def read_keys(path: Path) -> Keys:
@@ -134,10 +134,10 @@ def parse_keys(raw: bytes) -> Keys:
         raise RequestError(f"it is no TOML; Python's reader says: {one_line(error)}.") from None
     if unknown := sorted(set(data) - {"keys", "tenants"}):
         raise RequestError(f"it has {unknown[0]!r}, and there can be only keys and tenants.")
-    limits = {name: _made(TenantLimits, "tenants", name, value) for name, value in _table(data, "tenants")}
+    limits = {name: _built(TenantLimits, "tenants", name, value) for name, value in _table(data, "tenants")}
     digests: dict[bytes, Caller] = {}
     for name, value in _table(data, "keys"):
-        key = _made(Key, "keys", name, value)
+        key = _built(Key, "keys", name, value)
         digest = bytes.fromhex(key.sha256)
         if digest in digests:
             raise RequestError(f"keys.{name} and keys.{digests[digest].name} are the same key.")
@@ -152,13 +152,13 @@ def _table(data: dict[str, Any], name: str) -> list[tuple[str, Any]]:
     return list(table.items())
 
 
-def _made(kind: Any, table: str, name: str, value: Any) -> Any:
+def _built(kind: Any, table: str, name: str, value: Any) -> Any:
     _check_name(table, name)
     try:
-        given = known_fields(kind, value)
-        if missing := [f.name for f in fields(kind) if f.default is MISSING and f.name not in given]:
+        values = known_fields(kind, value)
+        if missing := [f.name for f in fields(kind) if f.default is MISSING and f.name not in values]:
             raise RequestError(f"it lacks {missing[0]}.")
-        return kind(**given)
+        return kind(**values)
     except RequestError as error:
         raise RequestError(f"{table}.{name}: {error}") from None
 
@@ -211,7 +211,7 @@ class KeyFile:
         if self.path is None:
             return None
         try:
-            found = os.stat(self.path)
+            status = os.stat(self.path)
         except OSError:
             return None
-        return found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode
+        return status.st_mtime_ns, status.st_size, status.st_ino, status.st_mode

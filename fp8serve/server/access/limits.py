@@ -49,9 +49,9 @@ class TenantCounters:
         capacity = limits.requests_per_minute if kind == "requests" else limits.tokens_per_minute
         if capacity is None:
             return None
-        found = self._buckets.setdefault(kind, Bucket(capacity, now))
-        found.fill(capacity, now)
-        return found
+        bucket = self._buckets.setdefault(kind, Bucket(capacity, now))
+        bucket.fill(capacity, now)
+        return bucket
 
 
 class TenantRequest:
@@ -84,13 +84,13 @@ class TenantRequest:
         bucket = self._bucket("tokens")
         if bucket is None:
             return
-        wanted = min(tokens, bucket.capacity)
-        if bucket.level < wanted:
+        needed = min(tokens, bucket.capacity)
+        if bucket.level < needed:
             self._give_back_request()
             message = f"may use {bucket.capacity} tokens a minute, and this request may need {tokens}"
-            self._refuse("tokens", message, bucket.seconds_until(wanted))
-        bucket.level -= wanted
-        self._reserve_tokens += wanted
+            self._refuse("tokens", message, bucket.seconds_until(needed))
+        bucket.level -= needed
+        self._reserve_tokens += needed
 
     def _give_back_request(self) -> None:
         """A request that is refused costs nothing."""
@@ -108,13 +108,13 @@ class TenantRequest:
 
     def headers(self) -> dict[str, str]:
         """The bounds that are set, as headers that OpenAI's clients read."""
-        found: dict[str, str] = {}
+        headers: dict[str, str] = {}
         for kind in ("requests", "tokens"):
             if (bucket := self._bucket(kind)) is not None:
-                found[f"x-ratelimit-limit-{kind}"] = str(bucket.capacity)
-                found[f"x-ratelimit-remaining-{kind}"] = str(max(0, math.floor(bucket.level)))
-                found[f"x-ratelimit-reset-{kind}"] = f"{bucket.seconds_until(bucket.capacity):.3f}s"
-        return found
+                headers[f"x-ratelimit-limit-{kind}"] = str(bucket.capacity)
+                headers[f"x-ratelimit-remaining-{kind}"] = str(max(0, math.floor(bucket.level)))
+                headers[f"x-ratelimit-reset-{kind}"] = f"{bucket.seconds_until(bucket.capacity):.3f}s"
+        return headers
 
     def _bucket(self, kind: str) -> Bucket | None:
         return self._counters.bucket(kind, self._limits, self._clock())

@@ -54,8 +54,8 @@ class Feed:
         self.unread: tuple[Text, Sequence[str]] | None = None
 
     def take(self, length: int) -> str:
-        taken, self.text = self.text[:length], self.text[length:]
-        return taken
+        head, self.text = self.text[:length], self.text[length:]
+        return head
 
 
 Reading = Generator[Part | None, None, None]
@@ -107,9 +107,9 @@ def until(feed: Feed, part: Text, marks: Sequence[str]) -> Generator[Part | None
     White space before a mark is left out. No mark may be the beginning of another.
     """
     while True:
-        found = [(at, mark) for mark in marks if (at := feed.text.find(mark)) >= 0]
-        if found:
-            at, mark = min(found)
+        matches = [(at, mark) for mark in marks if (at := feed.text.find(mark)) >= 0]
+        if matches:
+            at, mark = min(matches)
             before = feed.take(at + len(mark))[:at]
             text = before.rstrip()
             feed.space = before[len(text) :]
@@ -140,8 +140,8 @@ def skip(feed: Feed, pattern: str = r"\s*") -> Generator[None, None, str]:
     """Skips the characters that match `pattern`, a set of single characters; returns the next one, or "" at the end."""
     run = re.compile(pattern)
     while True:
-        found = run.match(feed.text)
-        feed.take(found.end() if found else 0)
+        match = run.match(feed.text)
+        feed.take(match.end() if match else 0)
         if feed.text or feed.ended:
             return feed.text[:1]
         yield None
@@ -151,17 +151,17 @@ def accept(feed: Feed, mark: str) -> Generator[None, None, bool]:
     """Takes `mark` if it is next."""
     while not feed.ended and len(feed.text) < len(mark) and mark.startswith(feed.text):
         yield None
-    found = feed.text.startswith(mark)
-    feed.take(len(mark) if found else 0)
-    return found
+    is_next = feed.text.startswith(mark)
+    feed.take(len(mark) if is_next else 0)
+    return is_next
 
 
 def collect(feed: Feed, marks: Sequence[str]) -> Generator[None, None, tuple[str, str]]:
     """All text before one of `marks`, and the mark, which is taken; "" for the mark when the text ends without one."""
     while True:
-        found = [(at, mark) for mark in marks if (at := feed.text.find(mark)) >= 0]
-        if found:
-            at, mark = min(found)
+        matches = [(at, mark) for mark in marks if (at := feed.text.find(mark)) >= 0]
+        if matches:
+            at, mark = min(matches)
             return feed.take(at + len(mark))[:at], mark
         if feed.ended:
             return feed.take(len(feed.text)), ""

@@ -47,8 +47,8 @@ class Nesting:
         """The index after the characters that do not change the depth."""
         if self._escaped:
             return at
-        found = (_STRING if self._in_string else _OUTSIDE).match(text, at)
-        return found.end() if found else at
+        match = (_STRING if self._in_string else _OUTSIDE).match(text, at)
+        return match.end() if match else at
 
     def _step(self, character: str) -> bool:
         if self._escaped:
@@ -113,12 +113,12 @@ def json_call(
 
 
 def _whole(feed: Feed, length: int, names: Collection[str] | None) -> Generator[Part, None, bool]:
-    found = call_of(_loads(feed.text[:length].lstrip(_BETWEEN)))
-    if found is None or (names is not None and found[0] not in names):
+    call = call_of(_loads(feed.text[:length].lstrip(_BETWEEN)))
+    if call is None or (names is not None and call[0] not in names):
         return False
     feed.take(length)
-    yield Call(found[0])
-    yield Arguments(found[1])
+    yield Call(call[0])
+    yield Arguments(call[1])
     return True
 
 
@@ -152,18 +152,18 @@ def _rest_of_object(feed: Feed) -> Generator[None, None, None]:
             yield None
 
 
-def call_of(found: Any) -> tuple[str, str] | None:
+def call_of(value: Any) -> tuple[str, str] | None:
     """Name and arguments of a call, however its members are ordered and wrapped."""
-    if isinstance(found, dict) and isinstance(found.get("function"), dict):
-        found = found["function"]
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str) or not found["name"]:
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return None
-    arguments = found.get("arguments", found.get("parameters"))
+    arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):
         arguments = _loads(arguments or "{}")
     if arguments is None:
         arguments = {}
-    return (found["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+    return (value["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
 
 
 def _loads(text: str) -> Any:
@@ -229,10 +229,10 @@ def _read(text: str, names: Collection[str]) -> list[tuple[str, str]] | None:
         if not isinstance(parsed, ast.List) or not parsed.elts:
             return None
         calls = [_call(item) for item in parsed.elts]
-        found = [(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)) for name, arguments in calls]
+        pairs = [(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)) for name, arguments in calls]
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
-    return found if all(name in names for name, _ in found) else None
+    return pairs if all(name in names for name, _ in pairs) else None
 
 
 def _call(node: ast.expr) -> tuple[str, dict[str, Any]]:

@@ -104,7 +104,7 @@ class Activation:
     ) -> tuple[ServedAdapter, Verified | None]:
         """Verifies what the job trained beside `model`, or had at a step, and serves it by its own name; after the next
         start, too."""
-        self.sources.check_beside(job, model)
+        self.sources.check_base(job, model)
         source = await asyncio.to_thread(self.sources.of_adapter, job, step)
         verification = await self._verification(model, job, ratio, model.home.directory)
         adapter, verified = await self.load_adapter(model, source, verification)

@@ -27,14 +27,14 @@ def checkpoint_name(of: str, step: int) -> str:
 
 def parsed(name: str) -> tuple[str, int] | None:
     """(job or result, step) of a checkpoint's name; None for another name."""
-    found = _NAME.fullmatch(name)
-    return None if found is None else (found[1], int(found[2]))
+    match = _NAME.fullmatch(name)
+    return None if match is None else (match[1], int(match[2]))
 
 
 def job_of(key: str) -> str:
     """The job's id in the key of a source, which names a job or a checkpoint."""
-    found = parsed(key)
-    return key if found is None else found[0]
+    parts = parsed(key)
+    return key if parts is None else parts[0]
 
 
 def written_checkpoints(store: JobStore, runner: JobRunner, job: Job) -> list[Event]:
@@ -78,5 +78,5 @@ def _folder(runner: JobRunner, job: Job, step: int) -> Path:
 def _export(checkpoint: Path, out: Path) -> None:
     done = subprocess.run([*EXPORT, str(checkpoint), str(out)], capture_output=True, text=True, check=False)
     if done.returncode and not out.is_dir():  # another request may have made it meanwhile
-        said = (done.stderr.strip().splitlines() or [describe_exit(done.returncode)])[-1]
-        raise Fault(Code.JOB_STATE, f"No model can be made of the checkpoint: {safe_text(said)}")
+        last_line = (done.stderr.strip().splitlines() or [describe_exit(done.returncode)])[-1]
+        raise Fault(Code.JOB_STATE, f"No model can be made of the checkpoint: {safe_text(last_line)}")

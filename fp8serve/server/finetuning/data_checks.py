@@ -55,12 +55,12 @@ async def measured_rows(parser: RequestParser, config: TrainConfig) -> list[Meas
     has none; empty if they cannot be read. All tokens of a prompt without an answer count."""
     files = config.eval_data or config.data
     try:
-        asked = {"config": config.to_json(), "files": list(files), "most": MEASURED_TOKENS}
-        found = json.loads(await parser.look_at_rows("some_rows", json.dumps(asked).encode()))
+        request = {"config": config.to_json(), "files": list(files), "most": MEASURED_TOKENS}
+        rows = json.loads(await parser.look_at_rows("some_rows", json.dumps(request).encode()))
     except (Fp8ServeError, OSError) as error:
         log.warning("the rows of a job cannot be read, so its perplexity is not measured: %s", error)
         return []
-    return [MeasuredRow(tuple(ids), tuple(counts if any(counts[1:]) else [True] * len(ids))) for ids, counts in found]
+    return [MeasuredRow(tuple(ids), tuple(counts if any(counts[1:]) else [True] * len(ids))) for ids, counts in rows]
 
 
 def _memory(config: TrainConfig, report: dict[str, Any], processes: int) -> dict[str, int]:

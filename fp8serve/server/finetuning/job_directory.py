@@ -115,8 +115,8 @@ def write_config(directory: Path, config: TrainConfig) -> None:
 def public_config(config: TrainConfig) -> dict[str, Any]:
     """The configuration as clients see it: without paths on the server's disk, and without addresses, which may hold a
     password."""
-    shown = {k: v for k, v in json.loads(config.to_json()).items() if k not in PRIVATE}
-    return shown | {"learning_rate": shown.pop("lr")}
+    public = {k: v for k, v in json.loads(config.to_json()).items() if k not in PRIVATE}
+    return public | {"learning_rate": public.pop("lr")}
 
 
 def request_hash(body: Body, rows: Path | None = None) -> str:

@@ -38,8 +38,8 @@ class Job:
     @property
     def root(self) -> str:
         """The name of the first model of its line: of the model that `base` was fine-tuned from, or `base` itself."""
-        found = _RESULT.fullmatch(self.base)
-        return found[1] if found else self.base
+        match = _RESULT.fullmatch(self.base)
+        return match[1] if match else self.base
 
     @property
     def model_id(self) -> str:

@@ -237,7 +237,7 @@ class JobRunner:
             await asyncio.to_thread(self.after_each)
         finally:
             self.busy = False
-            await self._tell()
+            await self._notify()
 
     async def close(self, seconds: float) -> None:
         """Asks the running worker to stop at a checkpoint, and queues its job for the next server. Kills it after
@@ -263,7 +263,7 @@ class JobRunner:
         await self._follow(worker)
         self._worker = None
         await asyncio.to_thread(self._settle, worker)
-        await self._tell()
+        await self._notify()
 
     def _enter(self, job: Job) -> bool:
         again = job.started_at is not None
@@ -273,8 +273,8 @@ class JobRunner:
 
     def _paused_already(self, job: Job) -> bool:
         """Whether the job was asked to pause and has no process that would have to stop: then it is paused now."""
-        asked = self.store.get(job.id).pause_requested and not lock_is_held(self.dir_of(job.id) / "worker.lock")
-        return asked and self.store.move(job.id, "paused", "The job is paused.")
+        is_pausing = self.store.get(job.id).pause_requested and not lock_is_held(self.dir_of(job.id) / "worker.lock")
+        return is_pausing and self.store.move(job.id, "paused", "The job is paused.")
 
     async def _follow(self, worker: "TrainingProcess") -> None:
         """Until the worker has ended: write its events into the table, and pass requests to cancel or pause on to the
@@ -282,7 +282,7 @@ class JobRunner:
         while True:
             ended = worker.ended()
             if await asyncio.to_thread(self._take_in, worker):
-                await self._tell()
+                await self._notify()
             if ended:
                 return
             job = await asyncio.to_thread(self.store.get, worker.job_id)
@@ -331,6 +331,6 @@ class JobRunner:
         else:
             self.store.add_event(job.id, "warn", f"{how}; it starts again from the last checkpoint.", code="restarted")
 
-    async def _tell(self) -> None:
+    async def _notify(self) -> None:
         async with self.changed:
             self.changed.notify_all()

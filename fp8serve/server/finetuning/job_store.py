@@ -143,9 +143,9 @@ class JobStore:
         sources = MOVES[to] if only_from is None else (only_from,)
         if not self._moved(job_id, to, sources, message, level, code or to, error):
             return False
-        said = message if error is None else f"{message} {error}"
+        text = message if error is None else f"{message} {error}"
         number = logging.ERROR if level == "error" else logging.INFO
-        log.log(number, "job %s: %s", job_id, said, extra=logs.fields(job_id=job_id, state=to, code=code or to))
+        log.log(number, "job %s: %s", job_id, text, extra=logs.fields(job_id=job_id, state=to, code=code or to))
         return True
 
     def _moved(

@@ -51,7 +51,7 @@ class Sources:
         """The job's result, to be served as `home` is. Fault 409 when there is none."""
         directory = self._result_directory(job)
         _refuse_adapter(job)
-        return self._made(home, job.id, job.model_id, directory)
+        return self._source(home, job.id, job.model_id, directory)
 
     def of_checkpoint(self, job: Job, step: int, home: Source) -> Source:
         """A checkpoint as a model like the job's result; it is made now if it does not exist yet. Fault 409 when there
@@ -59,17 +59,17 @@ class Sources:
         """
         _refuse_adapter(job)
         key, name = (checkpoint_name(of, step) for of in (job.id, job.model_id))
-        return self._made(home, key, name, checkpoint_model(self.jobs, self.runner, job, step))
+        return self._source(home, key, name, checkpoint_model(self.jobs, self.runner, job, step))
 
-    def _made(self, home: Source, key: str, name: str, directory: Path) -> Source:
+    def _source(self, home: Source, key: str, name: str, directory: Path) -> Source:
         options = replace(home.options, recipe="stored", scales=None)
         return replace(home, key=key, model_id=name, directory=directory, options=options)
 
     def checkpoint(self, name: str) -> tuple[Job, int] | None:
         """The job and the step in the name of a checkpoint; None for another name, or if there is no such job."""
-        if (found := parsed(name)) is None:
+        if (parts := parsed(name)) is None:
             return None
-        of, step = found
+        of, step = parts
         job = next((job for job in self.jobs.jobs(limit=MANY) if of in (job.id, job.model_id)), None)
         return None if job is None else (job, step)
 
@@ -119,7 +119,7 @@ class Sources:
             raise Fault(Code.JOB_STATE, f"Only a job that succeeded can be served; this one is {job.status}.")
         return directory
 
-    def check_beside(self, job: Job, model: ServedModel) -> None:
+    def check_base(self, job: Job, model: ServedModel) -> None:
         """Fault 409 unless `model` serves the weights beside which the job trained its adapter."""
         served = model.current
         if served is not None and served.source.key != job.source:
@@ -131,9 +131,9 @@ class Sources:
     def owner(self, job: Job) -> ServedModel:
         """The loaded model from whose weights the job's line began. Fault 409 when that model is not loaded."""
         trained = self._first_directory(job)
-        found = [m for m in self.models.models.values() if str(m.home.directory.resolve()) == trained]
-        if found:  # several names may stand for one directory
-            return next((model for model in found if model.name == job.root), found[0])
+        models = [m for m in self.models.models.values() if str(m.home.directory.resolve()) == trained]
+        if models:  # several names may stand for one directory
+            return next((model for model in models if model.name == job.root), models[0])
         hint = "Load it first, or name the model that the result replaces: POST /models/{name}/activate."
         raise Fault(Code.JOB_STATE, f"The job was trained from {job.root}, which is not loaded here.", hint=hint)
 

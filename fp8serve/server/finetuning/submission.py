@@ -62,15 +62,15 @@ class Submissions:
             mark = await asyncio.to_thread(request_hash, body, rows)
             config = await asyncio.to_thread(self._directories.fill, self.runner.dir_of(job_id), body, source, rows)
             await check_data(self.parser, body, config, check_files)
-            job, made = await asyncio.to_thread(self._enter, job_id, body, source, config, key, mark)
+            job, is_new = await asyncio.to_thread(self._enter, job_id, body, source, config, key, mark)
         except BaseException:
             self.runner.discard(job_id)
             raise
-        if made:
+        if is_new:
             self.runner.look_again()
         else:
             self.runner.discard(job_id)
-        return job, made
+        return job, is_new
 
     async def resume(self, job_id: str) -> Job:
         """Queues a job that failed or is paused. Fault for a job in any other state, or when no job may run here."""
@@ -123,9 +123,9 @@ class Submissions:
             return served.home if served.current is None else served.current.source
         if model == BASE:
             return self.models.default.home
-        if (found := self.sources.trained(str(model), self.models.default.home)) is None:
+        if (source := self.sources.trained(str(model), self.models.default.home)) is None:
             raise Fault(Code.MODEL_NOT_FOUND, "There is no model of that name to fine-tune.", param="model")
-        return found
+        return source
 
     def _enter(
         self, job_id: str, body: FinetuneBody, source: Source, config: TrainConfig, key: str | None, mark: str

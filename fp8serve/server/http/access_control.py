@@ -78,14 +78,14 @@ def _header(scope: Scope, name: bytes) -> str:
 
 def _origin(scheme: str, place: str) -> tuple[str, str, int | None]:
     """Scheme, host and port; `place`: a host, which a port may follow."""
-    found = _PLACE.fullmatch(place)
-    return scheme, _name(place), int(found[2] or 0) if found and found[2] else DEFAULT_PORTS.get(scheme)
+    match = _PLACE.fullmatch(place)
+    return scheme, _name(place), int(match[2] or 0) if match and match[2] else DEFAULT_PORTS.get(scheme)
 
 
 def _name(place: str) -> str:
     """`localhost` for `localhost:8000`; empty for an invalid address."""
-    found = _PLACE.fullmatch(place)
-    return _plain(found[1]) if found else ""
+    match = _PLACE.fullmatch(place)
+    return _plain(match[1]) if match else ""
 
 
 def _plain(host: str) -> str:
@@ -106,7 +106,7 @@ class TenantNames:
     def __init__(self, settings: Settings) -> None:
         folders = (settings.cache_dir, *(model.options.get("cache_dir") for model in settings.models))
         folder = next((Path(name) for name in folders if name), None)
-        self._secret = secrets.token_bytes(SECRET_BYTES) if folder is None else _kept(folder)
+        self._secret = secrets.token_bytes(SECRET_BYTES) if folder is None else _stored_secret(folder)
 
     def name(self, scope: Scope, named: str | None) -> str:
         """The tenant of a request whose key belongs to the tenant `named`, or that needed no key."""
@@ -114,16 +114,16 @@ class TenantNames:
         return hashlib.blake2b(who.encode(), key=self._secret, digest_size=16).hexdigest()
 
 
-def _kept(folder: Path) -> bytes:
+def _stored_secret(folder: Path) -> bytes:
     """The secret of a directory, which the first server that needs it creates; a new one if none can be kept."""
     new, path = secrets.token_bytes(SECRET_BYTES), folder / "tenants.secret"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():
             _write(path, new)
-        if len(found := path.read_bytes()) == SECRET_BYTES:
-            return found
-        problem = f"it has {len(found)} bytes, and not {SECRET_BYTES}"
+        if len(secret := path.read_bytes()) == SECRET_BYTES:
+            return secret
+        problem = f"it has {len(secret)} bytes, and not {SECRET_BYTES}"
     except OSError as error:
         problem = str(error)
     log.warning("Prefixes of an earlier process will not be found: %s cannot be used: %s", path, problem)

@@ -113,8 +113,8 @@ def _methods(request: Request) -> set[str]:
     scope = {"type": "http", "path": request.scope["path"], "headers": []}
 
     def allowed(method: str) -> bool:
-        found = (route.matches(scope | {"method": method})[0] for route in request.app.routes)
-        return Match.FULL in found
+        matches = (route.matches(scope | {"method": method})[0] for route in request.app.routes)
+        return Match.FULL in matches
 
     return {method for method in METHODS if allowed(method)}
 
@@ -138,7 +138,7 @@ def fault_of(errors: Sequence[Any], fields: Sequence[str] = ()) -> Fault:
     """The first of pydantic's errors, in our words, without the values that were sent. An error about one branch of a
     union names the field. An unknown field is compared with `fields`.
     """
-    first = _of_the_branch_meant(errors)
+    first = _error_of_matching_branch(errors)
     kind, place = str(first["type"]), _place(first["loc"])
     if kind == "json_invalid":
         return Fault(Code.INVALID_JSON, "The request body is not valid JSON.")
@@ -173,13 +173,13 @@ def _with_alternatives(clause: str, first: Any, errors: Sequence[Any]) -> str:
     return " or ".join([clause, *(other for other in others if not clause.endswith(f"must be {other}"))])
 
 
-def _of_the_branch_meant(errors: Sequence[Any]) -> Any:
+def _error_of_matching_branch(errors: Sequence[Any]) -> Any:
     """The first error; if it only says that a value has the type of another branch of a union, that branch's error: one
     of another kind, or one about a part of the value."""
     place = _place(errors[0]["loc"])
     within = [error for error in errors if f"{_place(error['loc'])}.".startswith(f"{place}.")]
-    meant = (e for e in within if not str(e["type"]).endswith("_type") or _place(e["loc"]) != place)
-    return next(meant, errors[0]) if str(errors[0]["type"]).endswith("_type") else errors[0]
+    matching = (e for e in within if not str(e["type"]).endswith("_type") or _place(e["loc"]) != place)
+    return next(matching, errors[0]) if str(errors[0]["type"]).endswith("_type") else errors[0]
 
 
 def _place(location: Sequence[Any]) -> str:

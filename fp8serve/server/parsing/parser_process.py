@@ -19,9 +19,9 @@ from fp8serve.model.text.limited_process import Answer, Jobs, allow, serve
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.model.text.tokenizer_facts import TokenTable
 from fp8serve.processes import Head
-from fp8serve.server.parsing.texts import Asked, read_text
+from fp8serve.server.parsing.texts import TextRequest, read_text
 
-SHOWN_TOKENS = 16
+MAX_LISTED_TOKENS = 16
 """Tokens at the end of a conversation that may hold the mark with which reasoning begins."""
 
 
@@ -51,14 +51,16 @@ def _pairs(head: Head, body: bytes) -> Answer:
     tokenizer, texts = _tokenizer(head["directory"]), iter(split(head, body))
     pairs = zip(texts, texts, head["forms"], strict=True)
     around, before = head["around"], head["before"]
-    asked = (Asked(one, None if single else two, most, cut, around, before) for one, two, (single, most, cut) in pairs)
-    return {"pairs": [read_text(tokenizer, each) for each in asked]}, b""
+    requests = (
+        TextRequest(one, None if single else two, most, cut, around, before) for one, two, (single, most, cut) in pairs
+    )
+    return {"pairs": [read_text(tokenizer, each) for each in requests]}, b""
 
 
 def _chat(head: Head, body: bytes) -> Answer:
     tokenizer = _tokenizer(head["directory"])
     prompt = _ids(tokenizer, _render(tokenizer, head, body), head | {"special": False})
-    return {"prompts": [prompt], "end": tokenizer.decode(prompt["ids"][-SHOWN_TOKENS:], False)}, b""
+    return {"prompts": [prompt], "end": tokenizer.decode(prompt["ids"][-MAX_LISTED_TOKENS:], False)}, b""
 
 
 def _count(head: Head, body: bytes) -> Answer:
@@ -83,8 +85,8 @@ def _ids(tokenizer: Tokenizer, text: str, head: Head) -> Head:
     if head["keep"] is None and (least := tokenizer.fewest_tokens(text)) > head["most"]:
         return {"count": least, "exact": False, "ids": []}
     ids = tokenizer.encode(text, head["special"])
-    kept = ids[-head["keep"] :] if head["keep"] else ids
-    return {"count": len(kept), "exact": True, "ids": kept if len(kept) <= head["most"] else []}
+    shortened = ids[-head["keep"] :] if head["keep"] else ids
+    return {"count": len(shortened), "exact": True, "ids": shortened if len(shortened) <= head["most"] else []}
 
 
 def _tokenize(head: Head, body: bytes) -> Answer:
@@ -188,8 +190,8 @@ def _rows(head: Head, body: bytes) -> Answer:
     from fp8serve.train.config import TrainConfig
     from fp8serve.train.validate import read_files
 
-    asked = json.loads(body)
-    read_files(TrainConfig.from_json(asked["config"]), asked["files"])
+    request = json.loads(body)
+    read_files(TrainConfig.from_json(request["config"]), request["files"])
     return {}, b""
 
 
@@ -197,8 +199,8 @@ def _some_rows(head: Head, body: bytes) -> Answer:
     from fp8serve.train.config import TrainConfig
     from fp8serve.train.validate import some_rows
 
-    asked = json.loads(body)
-    rows = some_rows(TrainConfig.from_json(asked["config"]), asked["files"], asked["most"])
+    request = json.loads(body)
+    rows = some_rows(TrainConfig.from_json(request["config"]), request["files"], request["most"])
     return {}, json.dumps([[row.ids.tolist(), row.loss.tolist()] for row in rows]).encode()
 
 

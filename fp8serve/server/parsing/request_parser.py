@@ -19,14 +19,14 @@ from fp8serve.model.text.tokenizer_facts import TokenTable
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.parsing.parser_pool import SHORT, Allowance, ParserPool
 from fp8serve.server.parsing.sizes import Sizes, too_long
-from fp8serve.server.parsing.texts import Asked, Read
+from fp8serve.server.parsing.texts import EncodedText, TextRequest
 from fp8serve.server.schemas.messages import Ending, Message, plain_messages
 from fp8serve.server.serving.generation import Echo
 from fp8serve.server.serving.served import Served
 from fp8serve.server.settings import ServerLimits
 
 Ids = tuple[int, ...]
-KEPT_FORMS = 64
+MAX_CHECKED_FORMS = 64
 SHORT_SECONDS = 2.0
 """Processor time to tokenize a short text, a thousand times what it takes: others wait for the same processes."""
 Prompt = str | list[int]
@@ -47,29 +47,29 @@ class RequestParser:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         for text in texts if cut is None else ():
             check_fit(served, served.tokenizer.fewest_tokens(text), "at least ")
-        found = iter(await self._encode(served, texts, cut) if texts else [])
-        all_ids = [next(found) if isinstance(prompt, str) else _kept(prompt, cut) for prompt in prompts]
+        encoded = iter(await self._encode(served, texts, cut) if texts else [])
+        all_ids = [next(encoded) if isinstance(prompt, str) else _last(prompt, cut) for prompt in prompts]
         for ids in all_ids:
             check_fit(served, len(ids))
         return [tuple(ids) for ids in all_ids]
 
-    async def texts(self, served: Served, asked: Sequence[Asked]) -> list[Read]:
+    async def texts(self, served: Served, requests: Sequence[TextRequest]) -> list[EncodedText]:
         """The token ids of each text, or pair of texts, and for each id its text; all have the same `around` and
         `before`.
 
         Fault: one is too long, or has no tokens.
         """
-        texts = [text or "" for one in asked for text in (one.first, one.second)]
-        for one in asked:
+        texts = [text or "" for one in requests for text in (one.first, one.second)]
+        for one in requests:
             least = sum(map(served.tokenizer.fewest_tokens, (one.first, one.second or "")))
             check_fit(served, 0 if one.is_cut else least, "at least ")
         pieces = [text.encode() for text in texts]
         head = {
             "op": "pairs",
             "lengths": [len(piece) for piece in pieces],
-            "forms": [(one.second is None, one.most, one.document) for one in asked],
-            "around": asked[0].around,
-            "before": asked[0].before,
+            "forms": [(one.second is None, one.most, one.document) for one in requests],
+            "around": requests[0].around,
+            "before": requests[0].before,
         }
         read = (await self._ask(served, head, b"".join(pieces)))[0]["pairs"]
         for ids, _ in read:
@@ -110,11 +110,11 @@ class RequestParser:
 
     async def form(self, form: dict[str, str]) -> None:
         """RequestError when answers cannot have the form, a field of SamplingParams and its text."""
-        asked = json.dumps(form).encode()
-        if form and asked not in self._good_forms:
-            await self.pool.read({"op": "form"}, asked, self.allowance)
-            self._good_forms[asked] = None
-            if len(self._good_forms) > KEPT_FORMS:
+        text = json.dumps(form).encode()
+        if form and text not in self._good_forms:
+            await self.pool.read({"op": "form"}, text, self.allowance)
+            self._good_forms[text] = None
+            if len(self._good_forms) > MAX_CHECKED_FORMS:
                 self._good_forms.pop(next(iter(self._good_forms)))
 
     async def _ids(self, served: Served, head: dict[str, Any], body: bytes) -> list[list[int]]:
@@ -192,5 +192,5 @@ def _fitting(served: Served, prompts: list[dict[str, Any]]) -> list[list[int]]:
     return [prompt["ids"] for prompt in prompts]
 
 
-def _kept(ids: list[int], cut: int | None) -> list[int]:
+def _last(ids: list[int], cut: int | None) -> list[int]:
     return ids[-cut:] if cut else ids

@@ -33,7 +33,7 @@ class AdapterLoader:
 
     def expect(self, model: ServedModel, source: AdapterSource) -> None:
         """It is loaded whenever an engine of the model starts."""
-        model.adapters[source.name] = self._made(model, source)
+        model.adapters[source.name] = self._new_adapter(model, source)
 
     async def load(
         self, model: ServedModel, source: AdapterSource, verification: Verification
@@ -53,29 +53,29 @@ class AdapterLoader:
             if model.swapping():
                 hint = "Try again when it is done."
                 raise Fault(Code.ALIAS_BUSY, "Other weights are being loaded for this model.", hint=hint)
-            served, made = model.resolve(), self._made(model, source)
+            served, adapter = model.resolve(), self._new_adapter(model, source)
             with served.lease():
                 try:
                     await verification.files(source.directory)
-                    made.facts = await served.engine.load_adapter(made.engine_name, source.directory)
+                    adapter.facts = await served.engine.load_adapter(adapter.engine_name, source.directory)
                 except Fp8ServeError as error:
-                    made.admission.metrics.forget()
+                    adapter.admission.metrics.forget()
                     raise Fault(Code.LOAD_FAILED, f"The adapter cannot be served: {error}") from None
                 try:
-                    verified = await verification.engines(made.beside(served), served)
+                    verified = await verification.engines(adapter.served_with(served), served)
                 except BaseException as error:
-                    made.admission.metrics.forget()
-                    await self._take_out(served, made)
+                    adapter.admission.metrics.forget()
+                    await self._take_out(served, adapter)
                     if isinstance(error, Fp8ServeError):
                         raise Fault(Code.ACTIVATION_FAILED, f"The adapter is not served: {error}") from None
                     raise
             if model.current is not served:
-                made.admission.metrics.forget()
+                adapter.admission.metrics.forget()
                 message = "Other weights were put in place while the adapter was loaded."
                 raise Fault(Code.ALIAS_BUSY, message, hint="Try again.")
-            model.adapters[source.name] = made
+            model.adapters[source.name] = adapter
             log.info("also serving the adapter %s (%s) beside %s", source.name, source.root, model.name)
-            return made, verified
+            return adapter, verified
 
     async def unload(self, name: str) -> None:
         """Takes nothing new for it; answers under way end with it. Fault 404: there is no adapter of that name."""
@@ -93,7 +93,7 @@ class AdapterLoader:
         for task in list(self._leaving):
             await cancel(task)
 
-    def _made(self, model: ServedModel, source: AdapterSource) -> ServedAdapter:
+    def _new_adapter(self, model: ServedModel, source: AdapterSource) -> ServedAdapter:
         admission = self._admit(source.name, model.admission)
         return ServedAdapter(source, f"{source.name} ({next(self._numbers)})", admission)
 

@@ -46,7 +46,7 @@ class ServedAdapter:
     def name(self) -> str:
         return self.source.name
 
-    def beside(self, base: Served) -> "AdaptedServed":
+    def served_with(self, base: Served) -> "AdaptedServed":
         """The weights of the model with this adapter, for one request."""
         source = replace(base.source, key=self.source.key or base.source.key, model_id=self.name)
         version = f"{base.weight_version}+{self.facts.get('digest', '')[:12]}"
@@ -73,7 +73,7 @@ class ServedAdapter:
 
 @dataclass(eq=False, kw_only=True)
 class AdaptedServed(Served):
-    """See `ServedAdapter.beside`."""
+    """See `ServedAdapter.served_with`."""
 
     base: Served
     held: ServedAdapter

@@ -162,10 +162,10 @@ class Loader:
 
 def _usable(source: Source, others: Sequence[EngineHandle], checks: bool) -> Source:
     """`source` with its share of the machine. Fp8ServeError: there is no room, or `checks` and a number is NaN."""
-    found = fitted(source, others)
+    fitting = fitted(source, others)
     if checks:
         require_finite(source.directory)
-    return found
+    return fitting
 
 
 PROCESS = 256 << 20  # bytes that an engine takes besides weights and cache
@@ -181,10 +181,10 @@ def fitted(source: Source, others: Iterable[EngineHandle]) -> Source:
     left = free - weights - PROCESS
     cache = options.kv_cache_bytes or left // CACHE_SHARE
     if cache <= 0 or cache > left:
-        wanted = f" and its cache {_said(options.kv_cache_bytes)}" if options.kv_cache_bytes else ""
+        requested = f" and its cache {_size(options.kv_cache_bytes)}" if options.kv_cache_bytes else ""
         raise MachineError(
-            f"The model does not fit: its weights take {_said(weights)}, its process {_said(PROCESS)}{wanted}, and "
-            f"{_said(max(free, 0))} are free beside what the loaded models may take; unload one, or load a smaller one."
+            f"The model does not fit: its weights take {_size(weights)}, its process {_size(PROCESS)}{requested}, and "
+            f"{_size(max(free, 0))} are free beside what the loaded models may take; unload one, or load a smaller one."
         )
     return replace(source, options=replace(options, kv_cache_bytes=cache))
 
@@ -202,6 +202,6 @@ def _weight_bytes(source: Source) -> int:
     return peak if draft is None else peak + resident(Path(draft), "stored", options.head_dtype).peak
 
 
-def _said(size: int) -> str:
+def _size(size: int) -> str:
     """Bytes in a readable unit."""
     return f"{size / (1 << 30):.1f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):.1f} MiB"

@@ -37,18 +37,18 @@ class Registry:
 
     def named(self, name: str) -> ServedModel | None:
         """The model that a name, an alias, or the id of the weights behind a name stands for."""
-        found = self.models.get(name) or self.models.get(self.aliases.get(name, ""))
-        return found or next((model for model in self.models.values() if name in model.names()), None)
+        model = self.models.get(name) or self.models.get(self.aliases.get(name, ""))
+        return model or next((model for model in self.models.values() if name in model.names()), None)
 
     def adapter(self, name: str) -> tuple[ServedModel, ServedAdapter] | None:
         """The adapter of that name, behind the model that has it."""
-        found = ((model, model.adapters.get(name)) for model in self.models.values())
-        return next(((model, adapter) for model, adapter in found if adapter is not None), None)
+        candidates = ((model, model.adapters.get(name)) for model in self.models.values())
+        return next(((model, adapter) for model, adapter in candidates if adapter is not None), None)
 
     def find_adapter(self, name: str) -> tuple[ServedModel, ServedAdapter]:
         """As `adapter`. Fault 404 where there is none."""
-        if (found := self.adapter(name)) is not None:
-            return found
+        if (pair := self.adapter(name)) is not None:
+            return pair
         known = [adapter for model in self.models.values() for adapter in model.adapters]
         message = f"There is no adapter of that name here.{suggestion(name, known)}"
         hint = f"Loaded are: {', '.join(known) or 'none'}."
@@ -62,16 +62,16 @@ class Registry:
         """Of the model or adapter that `name` stands for. Fault 404 where there is none."""
         return name if self.adapter(name) is not None else self.find(name, "model").name
 
-    def beside(self, served: Served) -> list[ServedAdapter]:
+    def adapters_of(self, served: Served) -> list[ServedAdapter]:
         """The adapters of the model that serves these weights."""
         models = (model for model in self.models.values() if model.current is not None)
-        found = (m for m in models if m.current is not None and m.current.engine is served.engine)
-        return [adapter for model in found for adapter in model.adapters.values()]
+        owners = (m for m in models if m.current is not None and m.current.engine is served.engine)
+        return [adapter for model in owners for adapter in model.adapters.values()]
 
     def find(self, name: str, param: str = "name") -> ServedModel:
         """As `named`. Fault 404 where there is none."""
-        if (found := self.named(name)) is not None:
-            return found
+        if (model := self.named(name)) is not None:
+            return model
         known = self.names()
         message = f"There is no model of that name here.{suggestion(name, known)}"
         hint = f"This server answers to {', '.join(known)}; a fine-tuned model must be activated or loaded first."
@@ -82,12 +82,13 @@ class Registry:
 
         Where none is named it is the default, or the first model for one of `tasks` if the default is for another.
         """
-        if model is not None and (beside := self.adapter(model)) is not None:
-            return beside[1].beside(beside[0].resolve())
-        found = self._for(tasks) if model is None else self.named(model)
-        if found is None and (model in PLACEHOLDERS or self.default.state == "loading"):
-            found = self._for(tasks)  # the default may have other weights when it is loaded, and their name
-        return (found or self.find(str(model), "model")).resolve()
+        if model is not None and (pair := self.adapter(model)) is not None:
+            base, adapter = pair
+            return adapter.served_with(base.resolve())
+        chosen = self._for(tasks) if model is None else self.named(model)
+        if chosen is None and (model in PLACEHOLDERS or self.default.state == "loading"):
+            chosen = self._for(tasks)  # the default may have other weights when it is loaded, and their name
+        return (chosen or self.find(str(model), "model")).resolve()
 
     def _for(self, tasks: Sequence[Task]) -> ServedModel:
         fitting = (m for m in self.models.values() if m.current is not None and m.current.engine.limits.task in tasks)
@@ -109,12 +110,12 @@ class Registry:
 
     def stats(self) -> Mapping[str, Mapping[str, Any]]:
         """What each engine said last about itself; sequences with an adapter are counted under its name alone."""
-        found: dict[str, Mapping[str, Any]] = {}
+        totals: dict[str, Mapping[str, Any]] = {}
         for name, model in self.models.items():
-            said, beside = model.stats, model.adapter_stats().values()
-            own = {key: said[key] - sum(counts[key] for counts in beside) for key in COUNTED if key in said}
-            found[name] = said | own
-        return found
+            stats, adapters = model.stats, model.adapter_stats().values()
+            own = {key: stats[key] - sum(counts[key] for counts in adapters) for key in COUNTED if key in stats}
+            totals[name] = stats | own
+        return totals
 
     def adapter_stats(self) -> Mapping[str, Mapping[str, Mapping[str, int]]]:
         """By model and adapter, how many sequences run and wait."""

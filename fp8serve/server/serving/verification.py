@@ -126,18 +126,18 @@ async def _perplexity_of_served(served: Served | None, rows: Sequence[MeasuredRo
         return None
     try:
         with served.lease():
-            _, found = await _perplexity(served, rows)
+            _, perplexity = await _perplexity(served, rows)
     except (Fp8ServeError, OSError, EOFError):
         return None
-    return found if math.isfinite(found) else None
+    return perplexity if math.isfinite(perplexity) else None
 
 
 async def _perplexity(served: Served, rows: Sequence[MeasuredRow]) -> tuple[int, float]:
     """(tokens that count, perplexity); one row after the other, so that clients wait for one at most."""
     count, total = 0, 0.0
     for row in rows:
-        found = await _log_probs(served, row.ids)
-        some = [value for value, counts in zip(found, row.counts[1:], strict=True) if counts]
+        log_probs = await _log_probs(served, row.ids)
+        some = [value for value, counts in zip(log_probs, row.counts[1:], strict=True) if counts]
         count, total = count + len(some), total - math.fsum(some)
     return count, _exp(total / max(count, 1))
 
@@ -158,11 +158,11 @@ async def _log_probs(served: Served, ids: tuple[int, ...]) -> list[float]:
 
 async def _run(served: Served, prompt: tuple[int, ...], params: SamplingParams) -> list[float]:
     """The log-probabilities of the prompt's tokens, where they were asked for. Fp8ServeError: nothing comes of it."""
-    found: list[float] = []
+    log_probs: list[float] = []
     request = Request(f"verification-{next(_NUMBERS)}", prompt, params, adapter=served.adapter)
     async with contextlib.aclosing(served.engine.generate(request)) as outputs:
         async for output in outputs:
-            found += [item.logprob for item in output.prompt_logprobs or ()]
+            log_probs += [item.logprob for item in output.prompt_logprobs or ()]
             if output.finish_reason in ("error", "abort"):
                 raise Fp8ServeError(output.error or "The engine cannot compute with these weights.")
-    return found
+    return log_probs

@@ -267,7 +267,7 @@ async def swap(state: ServerState, model: ServedModel, key: str, ratio: float) -
     """
     if (trained := await asyncio.to_thread(state.sources.adapter, key)) is not None:
         adapter, verified = await state.activation.activate_adapter(model, *trained, ratio)
-        served = served_view(adapter.beside(model.resolve()))
+        served = served_view(adapter.served_with(model.resolve()))
         return Swapped(model=adapter.name, served=served, previous=None, verified=verified_view(verified))
     before = served_view(model.current)
     now, verified = await state.activation.activate(model, key, ratio)

@@ -190,7 +190,7 @@ async def info(state: StateDep, model: ModelName = None) -> Info:
         max_total_tokens=longest,
         max_client_batch_size=limits.prompts if served.engine.limits.task == "generate" else limits.texts,
         served=served_view(served),
-        adapters=[adapter.view() for adapter in state.models.beside(served)],
+        adapters=[adapter.view() for adapter in state.models.adapters_of(served)],
         engine=public_facts(served.engine.info),
         options=settings.public,
         train_on=settings.train_on,

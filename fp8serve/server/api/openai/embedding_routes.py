@@ -21,7 +21,7 @@ from fp8serve.server.api.wire import Answer, absent
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.streams import until_disconnect
 from fp8serve.server.parsing.request_parser import Prompt, check_fit
-from fp8serve.server.parsing.texts import Asked
+from fp8serve.server.parsing.texts import TextRequest
 from fp8serve.server.schemas.embedding_bodies import ClassifyBody, EmbeddingBody, RerankBody, ScoreBody, Truncating
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.admission import Outcome, Places
@@ -106,7 +106,7 @@ async def classify(body: ClassifyBody, request: Request, state: StateDep) -> Cla
     served = state.served(body.model, "classify")
     labels = _labels(served)
     most = most_tokens(body, served, is_pair=False)
-    rows, tokens = await _scores(body, [Asked(text, None, most) for text in body.texts], served, request, state)
+    rows, tokens = await _scores(body, [TextRequest(text, None, most) for text in body.texts], served, request, state)
     data = [
         Classification(
             index=i, label=labels[max(range(len(row)), key=row.__getitem__)], probs=row, num_classes=len(row)
@@ -259,7 +259,7 @@ async def _read(
 ) -> list[list[int]]:
     """Token ids of each text, with `before` put before it; inputs that are ids stay as they are."""
     texts_to_read = [
-        Asked(before + text, None, most, reading.document if i in reading.documents else None, before=before)
+        TextRequest(before + text, None, most, reading.document if i in reading.documents else None, before=before)
         for i, text in enumerate(texts)
         if isinstance(text, str)
     ]
@@ -301,7 +301,7 @@ async def _cross_encode(
         raise Fault(Code.INVALID_PARAMETER, message, param="model")
     most, around = most_tokens(body, served, is_pair=True), served.engine.info.get("pair")
     document = body.max_tokens_per_doc if isinstance(body, RerankBody) else None
-    texts = [Asked(one, two, most, document, around) for one, two in pairs]
+    texts = [TextRequest(one, two, most, document, around) for one, two in pairs]
     rows, tokens = await _scores(body, texts, served, request, state)
     return [row[0] for row in rows], tokens
 
@@ -317,7 +317,7 @@ def _labels(served: Served) -> list[str]:
 
 async def _scores(
     body: ClassifyBody | RerankBody | ScoreBody,
-    texts: Sequence[Asked],
+    texts: Sequence[TextRequest],
     served: Served,
     request: Request,
     state: ServerState,
