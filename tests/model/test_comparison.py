@@ -140,7 +140,7 @@ def test_the_command_marks_scales_that_are_far_apart(fp8: Path, capsys: pytest.C
 
 def test_long_tables_are_cut_and_say_so(source: Path, fp8: Path, capsys: pytest.CaptureFixture[str],
                                         monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    monkeypatch.setattr("fp8serve.commands.inspect.SHOWN", 5)
+    monkeypatch.setattr("fp8serve.commands.inspect.MAX_ROWS", 5)
     assert main(["inspect", str(source), str(fp8)]) == 0
     shown = capsys.readouterr().out
     assert "... and 9 more; --json has them all." in shown
