@@ -64,6 +64,18 @@ async def test_offsets_are_places_in_the_returned_text(start: Start, text: str, 
             assert [item for part in parts for item in part] == whole["logprobs"][key]
 
 
+async def test_completions_list_the_token_itself_beside_the_most_likely_ones(start: Start) -> None:
+    """As OpenAI and vLLM do: "up to logprobs+1 elements"; chats list `top_logprobs` and no more."""
+    async with start() as server:
+        whole, chunks = await completion(server, prompt="abc", max_tokens=2, logprobs=0)
+        assert whole["logprobs"]["top_logprobs"] == [{token: -0.5} for token in whole["logprobs"]["tokens"]]
+        assert chunks[0]["logprobs"]["top_logprobs"] == whole["logprobs"]["top_logprobs"][:1]
+    tokenizer = facts(byte_tokenizer())
+    rare = placed(tokenizer, output("C", 34, (32, 33), finish_reason="length"))
+    assert text_logprobs(rare, tokenizer)["top_logprobs"] == [{"A": -1.0, "B": -2.0, "C": -0.5}]
+    assert [entry["token"] for entry in chat_logprobs(rare, tokenizer)["content"][0]["top_logprobs"]] == ["A", "B"]
+
+
 async def test_parts_of_characters_are_told_apart(start: Start) -> None:
     async with start() as server:
         whole, _ = await completion(server, prompt="é", max_tokens=2, logprobs=5)

@@ -165,8 +165,8 @@ async def test_log_probabilities_of_the_prompt(start: Start) -> None:
                 assert token == {"logprob": -2.0, "rank": 1, "decoded_token": "c"}
             streamed = await server.client.post(route, json=body | {"stream": True, "prompt_logprobs": 1})
             assert (streamed.status_code, streamed.headers["content-type"]) == (400, "application/json")
-        plain = (await server.client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 1})).json()
-        assert "prompt_logprobs" not in plain["choices"][0]
+            plain = (await server.client.post(route, json=body | {"max_tokens": 1})).json()
+            assert (plain if "chat" in route else plain["choices"][0])["prompt_logprobs"] is None
 
 
 async def test_log_probabilities_of_prompts_are_bounded_before_any_work(start: Start) -> None:
@@ -200,7 +200,7 @@ async def test_an_echo_and_prompt_logprobs_do_not_mix(start: Start) -> None:
             assert choice["text"] == ("abc" if echo else "")
             assert len(choice["prompt_logprobs"]) == 3
             tops = None if choice["logprobs"] is None else choice["logprobs"]["top_logprobs"]
-            assert tops == ([None, {}, {}] if logprobs == 0 else None)
+            assert tops == ([None, {"b": -1.0}, {"c": -2.0}] if logprobs == 0 else None)
 
 
 async def test_details_of_the_prompt_on_the_native_route(start: Start) -> None:

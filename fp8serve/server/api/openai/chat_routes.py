@@ -58,7 +58,7 @@ class ChatCompletion(Answer):
     choices: list[ChatChoice]
     system_fingerprint: str
     usage: Usage
-    prompt_logprobs: PromptLogprobs | None = absent()
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChatAnswer:

@@ -27,7 +27,7 @@ from fp8serve.server.api.openai.logprobs import (
     text_logprobs,
 )
 from fp8serve.server.api.routing import BoundedRoute, StateDep
-from fp8serve.server.api.wire import STREAM, Answer, CachedTokens, JsonObject, absent
+from fp8serve.server.api.wire import STREAM, Answer, CachedTokens, JsonObject
 from fp8serve.server.faults import Fault
 from fp8serve.server.http.streams import DONE
 from fp8serve.server.schemas.openai_bodies import CompletionBody, SampledBody
@@ -42,7 +42,7 @@ class TextChoice(Answer):
     logprobs: TextLogprobs | None
     finish_reason: Literal["stop", "length"]
     stop_reason: str | int | None
-    prompt_logprobs: PromptLogprobs | None = absent()
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Usage(Answer):

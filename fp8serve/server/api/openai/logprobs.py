@@ -151,8 +151,12 @@ def text_logprobs(placed: list[Placed], tokenizer: TokenizerFacts) -> JsonObject
 
 
 def _by_text(placed: Placed, tokenizer: TokenizerFacts) -> dict[str, float]:
+    """The most likely tokens, in descending order of probability, and the token itself, as OpenAI describes it: "up to
+    logprobs+1 elements"."""
+    logprobs = dict(placed.item.top)
+    logprobs.setdefault(placed.item.token_id, placed.item.logprob)
     by_text: dict[str, float] = {}
-    for token_id, logprob in placed.item.top:  # in descending order of probability
+    for token_id, logprob in logprobs.items():
         name = _name(tokenizer, token_id, placed)
         by_text[f"token_id:{token_id}" if name in by_text else name] = finite(logprob)
     return by_text
