@@ -36,7 +36,7 @@ def check_settings(
     if processes > 1 and settings.reads_stdin:
         raise DataError("Standard input ('-') cannot be read by several processes; give them a file.")
     if settings.target_cosine is not None and not is_encoder:
-        raise RecipeError("target_cosine is of encoders, and this is a language model; use target_kl.")
+        raise RecipeError("target_cosine is for encoders, and this is a language model; use target_kl.")
     _check_scales(recipe, settings)
     _check_weights(recipe, settings)
     check_device(settings.device)
@@ -48,7 +48,7 @@ def check_encoder_options(options: CalibrationOptions) -> None:
     defaults = CalibrationOptions.of({})
     for name, value in vars(options).items():
         if name not in ENCODER_OPTIONS and value != getattr(defaults, name):
-            raise RecipeError(f"{name} is of models that write text, and this one embeds or classifies; leave it out.")
+            raise RecipeError(f"{name} is for models that write text, and this one embeds or classifies; leave it out.")
 
 
 def check_room(source: Path, out: Path) -> None:

@@ -163,7 +163,7 @@ class ScalingOptions:
         named = {name: value for name, value in vars(self).items() if name != "name" and value not in (None, False)}
         if wrong := [name for name in named if self.name not in (*_ALSO_OF.get(name, ()), "delayed")]:
             flag = _FLAGS.get(wrong[0], "--" + wrong[0].replace("_", "-"))
-            raise RecipeError(f"{flag} is no option of the recipe {self.name!r}; leave it out.")
+            raise RecipeError(f"{flag} is not an option of the recipe {self.name!r}; leave it out.")
         return cast(Recipe, from_name(self.name, **named))  # only bf16 makes none
 
 

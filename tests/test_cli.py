@@ -99,7 +99,7 @@ def test_a_missing_directory_is_one_sentence(command: str, tmp_path: Path, capsy
 def test_options_of_another_recipe_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["calibrate", str(tmp_path), "--out", str(tmp_path / "x"), "--recipe", "current", "--margin", "1"]
     assert main(args) == 1
-    assert "is no option of the recipe" in sentence(capsys)
+    assert "is not an option of the recipe" in sentence(capsys)
     assert not (tmp_path / "x").exists()
 
 

@@ -69,7 +69,7 @@ def complete(api: Api, model: str | None, prompts: Sequence[str], sampling: Mapp
             for index, prompt in enumerate(prompts)
         ]
     except (AttributeError, KeyError, TypeError):
-        raise ServerError("/v1/completions did not answer a completion of each prompt.") from None
+        raise ServerError("/v1/completions did not return one completion per prompt.") from None
 
 
 def _body(sampling: Mapping[str, Any]) -> dict[str, Any]:

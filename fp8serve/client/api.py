@@ -184,7 +184,7 @@ def event_object(event: "ServerSentEvent") -> dict[str, Any]:
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise ServerError(f"The server sent an event that is no JSON object: {shown(event.data)}.")
+        raise ServerError(f"The server sent an event that is not a JSON object: {shown(event.data)}.")
     if error := value.get("error"):
         message = error.get("message") if isinstance(error, dict) else error
         raise ServerError(f"The server ended its answer with an error: {one_line(message)}.")
@@ -194,7 +194,7 @@ def event_object(event: "ServerSentEvent") -> dict[str, Any]:
 def member(answer: Any, name: str, what: str) -> str:
     """A text field of an answer. ServerError when it is missing."""
     if not isinstance(answer, dict) or not isinstance(answer.get(name), str):
-        raise ServerError(f"The server named no {what}; is it one of fp8serve?")
+        raise ServerError(f"The server's answer has no {what}; is it an fp8serve server?")
     return str(answer[name])
 
 
@@ -203,4 +203,4 @@ def model_names(listed: Any) -> list[str]:
     try:
         return [str(model["id"]) for model in listed["data"]]
     except (TypeError, KeyError):
-        raise ServerError("/v1/models did not answer a list of models; is this a server like OpenAI's?") from None
+        raise ServerError("/v1/models did not return a list of models; is it a server of OpenAI's API?") from None

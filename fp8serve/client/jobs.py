@@ -31,7 +31,7 @@ def jobs(api: Api, most: int) -> list[Job]:
 
 def _page(answer: Any) -> dict[str, Any]:
     if not isinstance(answer, dict) or not isinstance(answer.get("jobs"), list):
-        raise ServerError("The server named no jobs; is it one of fp8serve?")
+        raise ServerError("The server's answer has no jobs; is it an fp8serve server?")
     return answer
 
 
@@ -46,7 +46,7 @@ def series(api: Api, job_id: str) -> list[dict[str, Any]]:
     """The metrics of every reported step, oldest first."""
     answer = api.get(place(job_id, "/metrics"))
     if not isinstance(answer, dict) or not isinstance(answer.get("metrics"), list):
-        raise ServerError("The server named no metrics; is it one of fp8serve?")
+        raise ServerError("The server's answer has no metrics; is it an fp8serve server?")
     return [dict(row) for row in answer["metrics"]]
 
 

@@ -38,7 +38,7 @@ def command(
     from fp8serve.terminal import size
 
     if weight_type is not None and format != "gguf":
-        raise RequestError("--type is of GGUF files; give --format gguf, or leave it out.")
+        raise RequestError("--type is for GGUF files; give --format gguf, or leave it out.")
     source = _source(model, format)
     what = _from_gguf(source, out, format) if source.is_file() else _from_directory(source, out, format, weight_type)
     written = sum(file.stat().st_size for file in ([out] if out.is_file() else out.iterdir()))

@@ -135,7 +135,7 @@ def activate(
             at = {} if step is None else {"step": step}
             swapped = api.post(f"/finetune/{quote(source, safe='')}/activate", at | ratio)
         elif step is not None:
-            raise RequestError("--step is of a job, served in place of its own model; leave --model out.")
+            raise RequestError("--step names a checkpoint of a job; leave --model out.")
         else:
             name = model or member(api.get("/models"), "alias", "model")
             swapped = api.post(_path(name, "activate"), {"source": source} | ratio)

@@ -49,7 +49,7 @@ def command(
 
 def _print(path: Path, findings: "list[Finding]") -> None:
     if not findings:
-        print(f"{path}: no fault in its scales and FP8 weights. Whether it can be served, `fp8serve inspect` says.")
+        print(f"{path}: no fault in its scales and FP8 weights. `fp8serve inspect` says whether it can be served.")
     kinds = dict.fromkeys((finding.severity, finding.check) for finding in findings)
     for severity, check in kinds:
         alike = [finding for finding in findings if (finding.severity, finding.check) == (severity, check)]

@@ -98,9 +98,9 @@ def read(path: Path, fingerprint: str, like: Mapping[str, Tensor]) -> Prefixes:
     shapes = {name: ((t.size(0), blocks, *t.shape[2:]), t.dtype) for name, t in like.items()}
     shapes["hashes"] = (blocks, HASH_BYTES), torch.uint8
     if {name: (entry.shape, entry.dtype) for name, entry in entries.items()} != shapes:
-        raise ModelError("whose tensors are not such as this model's cache has")
+        raise ModelError("whose tensors do not match this model's cache")
     if _digest_of(tensors) != metadata.get("digest"):
-        raise ModelError("whose contents are not those that were written")
+        raise ModelError("whose contents differ from what was written")
     return Prefixes([bytes(row) for row in tensors.pop("hashes").numpy()], tensors)
 
 

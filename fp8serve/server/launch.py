@@ -92,7 +92,7 @@ def adopt(fd: int) -> socket.socket:
     except OSError:
         listening = False
     if not listening or listener.family not in (socket.AF_INET, socket.AF_INET6):
-        raise RequestError(f"File descriptor {fd} is no TCP socket that listens; open it before starting the server.")
+        raise RequestError(f"File descriptor {fd} is not a listening TCP socket; open it before starting the server.")
     listener.setblocking(False)
     return listener
 

@@ -120,7 +120,7 @@ def test_a_report_says_what_loses_less(tiny: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_options_of_language_models_are_refused(tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="kv_cache is of models that write text"):
+    with pytest.raises(RecipeError, match="kv_cache is for models that write text"):
         calibrate_encoder(tiny, out=tmp_path / "fp8", kv_cache=True, **OPTIONS)
     with pytest.raises(RecipeError, match="nothing to calibrate"):
         calibrate_encoder(tiny, out=tmp_path / "fp8", recipe=None, **OPTIONS)
@@ -129,7 +129,7 @@ def test_options_of_language_models_are_refused(tiny: Path, tmp_path: Path) -> N
 
 def test_an_option_of_encoders_is_refused_for_a_language_model(tmp_path: Path) -> None:
     write_model(tmp_path / "m")
-    with pytest.raises(RecipeError, match="target_cosine is of encoders"):
+    with pytest.raises(RecipeError, match="target_cosine is for encoders"):
         calibrate(tmp_path / "m", out=tmp_path / "fp8", target_cosine=0.9)
 
 

@@ -76,8 +76,8 @@ def test_no_proxy_stands_before_this_machine(fake: FakeServer, monkeypatch: pyte
         (Said([], 403), "The server refuses the key, or the lack of one (403); give"),
         (Said([], 308, headers={"Location": "https://b/"}), "The server is not here: it answered 308 and names 'https"),
         (Said([b"<html>"]), "answered what is not JSON"),
-        (says({"data": [{"name": "x"}]}), "/v1/models did not answer a list of models"),
-        (says([]), "/v1/models did not answer a list of models"),
+        (says({"data": [{"name": "x"}]}), "/v1/models did not return a list of models"),
+        (says([]), "/v1/models did not return a list of models"),
         (says({"data": []}), "serves no model now"),
     ],
 )
@@ -120,8 +120,8 @@ def test_pieces_of_an_answer(fake: FakeServer) -> None:
         (streams(*CHAT[:3], cut=True), "broke off: "),
         (streams(*CHAT[:2], {"error": {"message": "It died.\nSorry."}}), "with an error: It died. Sorry."),
         (streams(*CHAT[:2], {"error": "It died."}), "with an error: It died."),
-        (streams("nonsense"), "an event that is no JSON object: 'nonsense'"),
-        (streams([1]), "an event that is no JSON object: '[1]'"),
+        (streams("nonsense"), "an event that is not a JSON object: 'nonsense'"),
+        (streams([1]), "an event that is not a JSON object: '[1]'"),
         (streams({"choices": [1]}), "an event that is not OpenAI's"),
         (streams({"choices": 7}), "an event that is not OpenAI's"),
         (streams({"choices": [{"delta": {"tool_calls": ["x"]}}]}), "an event that is not OpenAI's"),
@@ -160,5 +160,5 @@ def test_an_answer_without_the_field_that_counts(fake: FakeServer, tmp_path: Pat
     said: Any = {"object": "file"}
     fake.routes["POST /v1/files"] = says(said)
     (tmp_path / "a.jsonl").write_text("{}")
-    with Api(fake.url) as api, pytest.raises(ServerError, match="named no file"):
+    with Api(fake.url) as api, pytest.raises(ServerError, match="answer has no file"):
         api.upload(tmp_path / "a.jsonl")

@@ -101,7 +101,7 @@ def test_activation(fake: FakeServer, call: Any) -> None:
     assert fake.bodies("POST /models/m/activate") == [{"source": "base"}]
     fake.routes["POST /models/small/activate"] = says([])
     answer = call("models", "activate", "ftjob-1", "--model", "small")
-    assert answer == (1, "", "fp8serve: The server named no model; is it one of fp8serve?\n")
+    assert answer == (1, "", "fp8serve: The server's answer has no model; is it an fp8serve server?\n")
     assert fake.bodies("POST /models/small/activate") == [{"source": "ftjob-1"}]
 
 
@@ -171,7 +171,7 @@ def test_actions_on_a_job(action: str, fake: FakeServer, call: Any) -> None:
     fake.routes[route] = says({"error": "The job has ended already.", "code": "job_state"}, 409)
     assert call("jobs", action, "a/b")[2] == "fp8serve: The server answered 409: The job has ended already.\n"
     fake.routes[route] = says({"hello": 1})
-    assert "is it one of fp8serve?" in call("jobs", action, "a/b")[2]
+    assert "is it an fp8serve server?" in call("jobs", action, "a/b")[2]
 
 
 def test_a_job_is_deleted(fake: FakeServer, call: Any) -> None:
@@ -217,7 +217,7 @@ def test_metrics_of_a_job_without_a_step(fake: FakeServer, call: Any) -> None:
         1, "", "fp8serve: No step has been reported yet; there is nothing to draw.\n"
     )  # fmt: skip
     fake.routes["GET /finetune/j/metrics"] = says({"hello": 1})
-    assert "is it one of fp8serve?" in call("jobs", "metrics", "j")[2]
+    assert "is it an fp8serve server?" in call("jobs", "metrics", "j")[2]
 
 
 def test_a_dry_run_on_the_server_starts_no_job(fake: FakeServer, call: Any, tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_generate(fake: FakeServer, call: Any) -> None:
 @pytest.mark.parametrize("answer", [{}, {"choices": []}, {"choices": [7]}, [], {"choices": [{"index": 0}]}])
 def test_a_completion_that_is_none(answer: Any, fake: FakeServer, call: Any) -> None:
     fake.routes["POST /v1/completions"] = says(answer)
-    assert "did not answer a completion" in call("generate", "First")[2]
+    assert "did not return one completion" in call("generate", "First")[2]
 
 
 @pytest.mark.parametrize("args", [["generate"], ["generate", "m", "--model", "x"], ["jobs", "show"], ["models", "x"]])

@@ -152,8 +152,8 @@ for _ in range(600):
         ('{"city": "Oslo"', "`arguments` of call 0 is text that is not valid JSON"),
         ('["Oslo"]', r"`arguments` of call 0 are \['Oslo'\], which is not an object"),
         ("3", "`arguments` of call 0 are 3, which is not an object"),
-        ('{"n": NaN}', "`arguments` of call 0 hold nan, which is no JSON value"),
-        ({"n": 1e999}, "`arguments` of call 0 hold inf, which is no JSON value"),
+        ('{"n": NaN}', "`arguments` of call 0 hold nan, which is not a JSON value"),
+        ({"n": 1e999}, "`arguments` of call 0 hold inf, which is not a JSON value"),
         (f'{{"n": {"9" * 5000}}}', "`arguments` of call 0 hold Decimal"),
         ({"day": date(2026, 1, 1)}, "`arguments` of call 0 hold datetime.date"),
         (DEEP, "nested too deeply"),
@@ -190,7 +190,7 @@ def test_other_keys_of_a_message_are_the_templates(tmp_path: Path) -> None:
         ({"tools": {"name": "f"}}, "`tools` is an object, not a list"),
         ({"tools": [{"type": "function"}]}, "tool 0 has no `function` with a `name`"),
         ({"tools": [{"name": ""}]}, "tool 0 has no `function` with a `name`"),
-        ({"tools": [{"name": "f", "parameters": "x"}]}, "tool 0: its `parameters` are 'x', which is no JSON schema"),
+        ({"tools": [{"name": "f", "parameters": "x"}]}, "tool 0: its `parameters` are 'x', which is not a JSON schema"),
         ({"tools": [{"name": "f", "description": 3}]}, "tool 0: its `description` is 3, which is not text"),
         ({"functions": [{"name": "f"}]}, "has `functions`, OpenAI's older form"),
     ],
@@ -204,7 +204,7 @@ def test_tools_that_cannot_be_read_are_named(columns: dict[str, Any], message: s
 def test_arguments_that_json_cannot_hold_are_refused_even_where_they_are_not_learnt(value: Any) -> None:
     call = {"function": {"name": "f", "arguments": {"when": value}}}
     context = [CHAT[0], {"role": "assistant", "weight": 0, "tool_calls": [call]}, CHAT[-1]]
-    with pytest.raises(DataError, match=r"message 1: `arguments` of call 0 hold .* which is no JSON value"):
+    with pytest.raises(DataError, match=r"message 1: `arguments` of call 0 hold .* which is not a JSON value"):
         example(messages=context)
 
 

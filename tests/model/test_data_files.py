@@ -37,7 +37,7 @@ ZIPPED = gzip.compress(LINES, mtime=0)
 @pytest.mark.parametrize("content", [LINES, ZIPPED[:-12], ZIPPED[:20] + b"xx" + ZIPPED[22:], b"\x1f"])
 def test_a_damaged_gzip_file_is_one_sentence(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "d.jsonl.gz").write_bytes(content)
-    with pytest.raises(DataError, match=r"d\.jsonl\.gz is no whole gzip file: "):
+    with pytest.raises(DataError, match=r"d\.jsonl\.gz is not a complete gzip file: "):
         list(read_examples([tmp_path / "d.jsonl.gz"]))
 
 
@@ -192,7 +192,7 @@ def test_what_the_hub_does_not_give_is_one_sentence(hub: Hub) -> None:
     said = "hf://datasets/org/set/none.txt could not be downloaded from the hub: 404 Client Error."
     assert str(refused.value) == said
     for name in ("hf://org/set/a.txt", "hf://datasets/set", "hf://models/org/set/a.txt"):
-        with pytest.raises(DataError, match="is no data set on the hub; write hf://datasets/OWNER/NAME/FILE"):
+        with pytest.raises(DataError, match="is not a data set on the hub; write hf://datasets/OWNER/NAME/FILE"):
             list(read_examples([name]))
 
 

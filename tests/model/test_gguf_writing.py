@@ -120,7 +120,7 @@ def test_a_tokenizer_that_cuts_otherwise_is_refused(llama: Path, tmp_path: Path)
         {"type": "Split", "pattern": {"Regex": "[aeiou]"}, "behavior": "Isolated", "invert": False},
         {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]}  # fmt: skip
     (llama / "tokenizer.json").write_text(json.dumps(raw))
-    refused(llama, tmp_path, "cuts texts as none that GGUF is written with")
+    refused(llama, tmp_path, "pre-tokenizer is none of those")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_the_command_writes_it(model_dir: ModelDir, tmp_path: Path, capsys: pyte
     assert main([*line, "--type", "Q8_0"]) == 0
     assert "in Q8_0 as GGUF, with the tokenizer" in capsys.readouterr().out
     assert main([*line[:-1], "fp8", "--type", "F16"]) == 1
-    assert "--type is of GGUF files" in capsys.readouterr().err
+    assert "--type is for GGUF files" in capsys.readouterr().err
     assert read_config(model_dir("llama")).vocab_size == len(
         GgufFile(tmp_path / "m.gguf").value("tokenizer.ggml.tokens")
     )

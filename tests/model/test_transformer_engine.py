@@ -447,7 +447,7 @@ def test_fused_projections_share_their_scales() -> None:
 
 def test_modules_that_are_not_known_need_a_name_or_a_pattern() -> None:
     states = {"a.b._extra_state": pickled(), "c._extra_state": pickled()}
-    with pytest.raises(ScalesError, match=r"a\.b is no module"):
+    with pytest.raises(ScalesError, match=r"a\.b is not a module"):
         te.import_states(states)
     found = te.import_states(states, names={"a.b": [["x"]]}, skip=["c*"])
     assert set(found.tensors) == {"x.input", "x.weight", "x.grad_output"}

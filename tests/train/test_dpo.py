@@ -241,7 +241,7 @@ def test_an_earlier_turn_of_the_assistant_is_context(model_dir: Path) -> None:
         ({"prompt": [USER], "chosen": [], "rejected": [NO]}, "x:1: `chosen` is [], which is neither text nor a list"),
         ({"prompt": [USER], "chosen": [USER], "rejected": [NO]}, "x:1, `chosen`: no message is the assistant's"),
         ({"prompt": [USER], "chosen": [{"role": "x"}], "rejected": [NO]}, "x:1, `chosen`: message 1 has the"),
-        ({"preferred_output": [YES], "non_preferred_output": [NO]}, "x:1: `input` is no object with a list of"),
+        ({"preferred_output": [YES], "non_preferred_output": [NO]}, "x:1: `input` is not an object with a list of"),
         ({"input": {"messages": [USER]}, "preferred_output": [YES]}, "x:1 has only ['input', 'preferred_output']"),
         ('{"chosen": "a",', "x:1 is not valid JSON"),
         ("[1]", "x:1 is a list where an object was expected"),

@@ -305,7 +305,7 @@ def test_a_reward_that_writes_what_is_no_reply_ends_the_run_with_a_sentence(repl
     file = tmp_path / "noisy.py"
     file.write_text(f"import os\ndef reward(p, c, r):\n    os.write(3, {reply.encode()!r} + b'\\n')\n    return 1.0\n")
     grader = FileGrader(file, PATIENCE)
-    with pytest.raises(JobError, match="wrote what is no reply on an answer to x:1"):
+    with pytest.raises(JobError, match="sent an invalid reply on an answer to x:1"):
         grader.rewards([Answer("a", "b", {}, "x:1")])
     assert grader.exit_status is not None
 

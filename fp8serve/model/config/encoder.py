@@ -44,7 +44,7 @@ def _layer_windows(raw: Mapping[str, Any], layers: int, where: str) -> tuple[int
 
 
 def _layer_thetas(raw: Mapping[str, Any], layers: int, where: str) -> tuple[float, ...]:
-    """For each layer, its rotary base. ModelError: it is stretched, which is not computed here."""
+    """For each layer, its rotary base. ModelError: it is stretched, which is not supported."""
     bases = {kind: _theta(raw, kind, where) for kind in _KINDS}
     return tuple(bases[kind] for kind in _kinds(raw, layers, where))
 
@@ -221,7 +221,7 @@ def head_of(raw: Mapping[str, Any], where: str) -> Head:
     if name is None:
         return Head(labels, _usual_activation(raw.get("problem_type"), len(labels)))
     if (activation := _SCORES.get(str(name).rpartition(".")[2])) is None:
-        raise ModelError(f"{where}: scores are made by {shown(name)}; computed here are {', '.join(_SCORES)}.")
+        raise ModelError(f"{where}: scores are made by {shown(name)}; supported are {', '.join(_SCORES)}.")
     return Head(labels, activation)
 
 

@@ -28,7 +28,7 @@ def modules_of(model_dir: Path | str) -> dict[str, str]:
     except (ValueError, RecursionError, KeyError, TypeError):
         raise ModelError(f"{path} is not a list of modules with a type and a path.") from None
     if len(paths) < len(rows):
-        raise ModelError(f"{path} lists two modules of one type among {', '.join(paths)}, which is not computed here.")
+        raise ModelError(f"{path} lists two modules of one type among {', '.join(paths)}, which is not supported.")
     return paths
 
 

@@ -52,8 +52,8 @@ def _expression(pattern: str) -> Callable[[str], bool]:
         adapter = TypeAdapter(Annotated[str, StringConstraints(pattern=f"^(?:{pattern})")])
     except (SchemaError, PydanticUserError):
         raise ModelError(
-            f"quantization_config names layers by {shown(_PREFIX + pattern)}, which is no regular expression without "
-            "look-around and back-references; write the layers' names there."
+            f"quantization_config names layers by {shown(_PREFIX + pattern)}, which is not a regular expression "
+            "without look-around and back-references; write the layers' names there."
         ) from None
 
     def matches(name: str) -> bool:

@@ -209,7 +209,7 @@ def linears_of(module: str) -> Sequence[Sequence[str]]:
         if match := pattern.fullmatch(module):
             return tuple(tuple(f"model.layers.{match[1]}.{name}" for name in gemm) for gemm in gemms)
     raise ScalesError(
-        f"{module} is no module of a model that is known here; import the states in Python, where the argument `names` "
+        f"{module} is not a module of a supported model; import the states in Python, where the argument `names` "
         "of read_file says which linears a module stands for (docs/transformer-engine.md)."
     )
 

@@ -62,7 +62,7 @@ def layer_types(file: GgufFile, config: Config) -> Config:
     if pattern is None and isinstance(layers, int):
         pattern = [(i + 1) % 4 != 0 for i in range(layers)]
     if not isinstance(pattern, list):
-        raise ModelError(f"{file.path}: attention.sliding_window_pattern is {shown(pattern)}, which is no list.")
+        raise ModelError(f"{file.path}: attention.sliding_window_pattern is {shown(pattern)}, which is not a list.")
     return {"layer_types": ["sliding_attention" if windowed else "full_attention" for windowed in pattern]}
 
 
@@ -138,7 +138,7 @@ def deepseek(file: GgufFile, config: Config) -> Config:
     }
     gating = file.get("deepseek2.expert_gating_func", int) or _SOFTMAX
     if gating not in (_SOFTMAX, _SIGMOID):
-        raise ModelError(f"{file.path}: deepseek2.expert_gating_func is {gating}, which is not computed here.")
+        raise ModelError(f"{file.path}: deepseek2.expert_gating_func is {gating}, which is not supported.")
     return keys | _stretched(file, config) | (_sigmoid(file, config) if gating == _SIGMOID else _softmax(file, config))
 
 

@@ -181,7 +181,7 @@ def _byte_level(file: GgufFile, vocabulary: Vocabulary) -> Tokenizer:
     name = file.get("tokenizer.ggml.pre", str) or "default"
     if name not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise ModelError(f"{file.path}: the pre-tokenizer {shown(name)} is not known here; known are {known}.")
+        raise ModelError(f"{file.path}: the pre-tokenizer {shown(name)} is not supported; supported are {known}.")
     family = FAMILIES[name]
     ids = vocabulary.ids(Kind.UNUSED)
     tokenizer = Tokenizer(BPE(ids, list(_merges(file)), ignore_merges=family.whole_words))

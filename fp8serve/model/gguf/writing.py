@@ -89,7 +89,9 @@ def check_same_tokens(file: GgufFile, model_dir: Path) -> None:
     written, own = tokenizers.Tokenizer.from_str(tokenizer_files(file)["tokenizer.json"]), Tokenizer.from_dir(model_dir)
     for text in (HARD, *HARD.split(" ")):
         if written.encode(text).ids != own.encode(text):
-            raise ModelError(f"{model_dir}: the tokenizer makes other tokens than GGUF's; it is not written as GGUF.")
+            raise ModelError(
+                f"{model_dir}: the tokenizer makes other tokens than llama.cpp's and cannot be written as GGUF."
+            )
 
 
 def _tokens(checkpoint: Checkpoint, tokenizer: Tokenizer, backend: tokenizers.Tokenizer) -> tuple[list[str], list[int]]:
@@ -124,7 +126,7 @@ def _family(path: Path, raw: dict[str, Any], backend: tokenizers.Tokenizer) -> s
         for name, family in FAMILIES.items():
             if family.pre_tokenizer().pre_tokenize_str(HARD) == cut and _is_alike(family, raw):
                 return name
-    raise ModelError(f"{path}: the tokenizer cuts texts as none that GGUF is written with ({', '.join(FAMILIES)}).")
+    raise ModelError(f"{path}: the pre-tokenizer is none of those that can be written as GGUF ({', '.join(FAMILIES)}).")
 
 
 def _is_alike(family: Family, raw: dict[str, Any]) -> bool:

@@ -66,7 +66,7 @@ class Pooling:
 
 
 def read_pooling(model_dir: Path | str) -> Pooling:
-    """ModelError: the directory does not say how it pools, or in a way that is not computed here."""
+    """ModelError: the directory does not say how it pools, or in a way that is not supported."""
     model_dir = Path(model_dir)
     if not present(model_dir / FILE_NAME):
         raise ModelError(
@@ -90,7 +90,7 @@ def _modules(model_dir: Path) -> dict[str, str]:
     modules = modules_of(model_dir)
     if list(modules)[:2] != ["Transformer", "Pooling"] or list(modules)[2:] not in ([], ["Normalize"]):
         raise ModelError(
-            f"{model_dir / FILE_NAME} lists {', '.join(modules)}; computed here are Transformer and Pooling, and "
+            f"{model_dir / FILE_NAME} lists {', '.join(modules)}; supported are Transformer and Pooling, and "
             "Normalize behind them."
         )
     return modules
@@ -102,9 +102,9 @@ def _mode(raw: Mapping[str, Any], path: Path) -> Mode:
         MODES.get(key, key) for key, on in raw.items() if key.startswith("pooling_mode_") and on
     ]  # fmt: skip
     if len(modes) != 1 or modes[0] not in MODES.values():
-        raise ModelError(f"{path} pools by {shown(modes)}; computed here is one of {', '.join(MODES.values())}.")
+        raise ModelError(f"{path} pools by {shown(modes)}; supported is one of {', '.join(MODES.values())}.")
     if raw.get("include_prompt", True) is not True:
-        raise ModelError(f"{path} leaves the prompt out of the pooling, which is not computed here.")
+        raise ModelError(f"{path} leaves the prompt out of the pooling, which is not supported.")
     return cast(Mode, modes[0])
 
 

@@ -145,7 +145,7 @@ def _check_arguments(arguments: Any, what: str) -> None:
     if not isinstance(arguments, dict):
         raise DataError(f"{what} are {shown(arguments)}, which is not an object.")
     if (foreign := foreign_value(arguments)) is not None:
-        raise DataError(f"{what} hold {foreign}, which is no JSON value.")
+        raise DataError(f"{what} hold {foreign}, which is not a JSON value.")
 
 
 def foreign_value(value: Any, depth: int = 0) -> str | None:
@@ -228,7 +228,7 @@ def _tool(tool: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(function.get("description") or "", str):
         raise DataError(f"{where}: its `description` is {shown(function['description'])}, which is not text.")
     if not isinstance(function.get("parameters") or {}, dict) or foreign_value(function.get("parameters")) is not None:
-        raise DataError(f"{where}: its `parameters` are {shown(function['parameters'])}, which is no JSON schema.")
+        raise DataError(f"{where}: its `parameters` are {shown(function['parameters'])}, which is not a JSON schema.")
     described = {"name": function["name"], "description": function.get("description") or ""}
     return {"type": "function", "function": described | {"parameters": function.get("parameters") or NO_ARGUMENTS}}
 

@@ -155,7 +155,7 @@ def _unpacked(path: Path) -> Iterator[BinaryIO | gzip.GzipFile]:
             yield gzip.GzipFile(fileobj=file) if _is_gzip(path) else file
         except (EOFError, zlib.error, gzip.BadGzipFile) as e:
             reason = "it ends too early" if isinstance(e, EOFError) else "its bytes are no gzip data"
-            raise DataError(f"{path} is no whole gzip file: {reason}; pack it again.") from None
+            raise DataError(f"{path} is not a complete gzip file: {reason}; pack it again.") from None
         except OSError as e:
             raise DataError(f"{path} cannot be read: {e.strerror or e}.") from None
 
@@ -271,7 +271,7 @@ def _from_hub(name: str) -> Path:
 
     match = _HUB_FILE.fullmatch(name)
     if not match:
-        raise DataError(f"{name} is no data set on the hub; write hf://datasets/OWNER/NAME/FILE.")
+        raise DataError(f"{name} is not a data set on the hub; write hf://datasets/OWNER/NAME/FILE.")
     owner_and_name, revision, file = match.groups()
     try:
         file = file or _only_file(name, owner_and_name, revision)

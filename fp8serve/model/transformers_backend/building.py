@@ -148,7 +148,7 @@ def check(model: Any, name: str) -> None:
 
     matrices = (nn.Linear, nn.Embedding, Conv1D)
     if model.config.is_encoder_decoder:
-        raise ModelError(f"{name} is an encoder and a decoder; served are models of one stack.")
+        raise ModelError(f"{name} is an encoder-decoder model, which is not supported.")
     routers = in_mixtures(model)
     for path, module in model.named_modules():
         if any(path == router or path.startswith(f"{router}.") for router in routers):

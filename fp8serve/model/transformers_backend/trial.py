@@ -169,8 +169,10 @@ def _ending_in_its_head(model: Any, name: str) -> Iterator[None]:
     random = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, TOKENS, head.in_features, generator=random)
     product = 100 * torch.randn(1, TOKENS, head.out_features, generator=random)
-    before = ModelError(f"{name} changes the hidden states before its head, which only a family computes.")
-    behind = ModelError(f"{name} changes the logits behind its last layer, which only a family computes.")
+    before = ModelError(
+        f"{name} changes the hidden states before its head, which only fp8serve's own decoders support."
+    )
+    behind = ModelError(f"{name} changes the logits behind its last layer, which only fp8serve's own decoders support.")
     expected: list[ModelError] = []  # of a failure at this point of the pass
 
     def leave_base(module: nn.Module, args: Any, out: Any) -> None:
@@ -217,7 +219,7 @@ def _check_call(
         )
     for key, option in options.items():
         if key not in _COMPUTED | _HARMLESS and option is not None:
-            raise ModelError(f"{name} gives attention the option {key}, which is not computed here.")
+            raise ModelError(f"{name} gives attention the option {key}, which is not supported.")
 
 
 def _window(sees: Seen, name: str, longest: int) -> int | None:
@@ -244,7 +246,9 @@ def _check_rope(config: Any, name: str, where: str) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     for kind in {str(kind_config.get("rope_type")) for kind_config in kinds} & {"dynamic", "longrope"}:
-        raise ModelError(f"{where}: {name} has rotary position of the type {shown(kind)}, which only families compute.")
+        raise ModelError(
+            f"{where}: {name} uses rotary scaling of type {shown(kind)}, which only fp8serve's own decoders support."
+        )
 
 
 @torch.no_grad()

@@ -116,7 +116,7 @@ def read_keys(path: Path) -> Keys:
         raise MachineError(f"The file of keys {path} cannot be read: {error.strerror}.") from None
     if mode & 0o027:
         raise MachineError(
-            f"Other users may read or change the file of keys {path} (mode {mode & 0o777:o}); say: chmod 600 {path}."
+            f"Other users may read or change the file of keys {path} (mode {mode & 0o777:o}); run: chmod 600 {path}."
         )
     try:
         return parse_keys(raw)
@@ -131,7 +131,7 @@ def parse_keys(raw: bytes) -> Keys:
     except UnicodeDecodeError:
         raise RequestError("it is not UTF-8 text.") from None
     except tomllib.TOMLDecodeError as error:
-        raise RequestError(f"it is no TOML; Python's reader says: {one_line(error)}.") from None
+        raise RequestError(f"it is not valid TOML; Python's reader says: {one_line(error)}.") from None
     if unknown := sorted(set(data) - {"keys", "tenants"}):
         raise RequestError(f"it has {unknown[0]!r}, and there can be only keys and tenants.")
     limits = {name: _built(TenantLimits, "tenants", name, value) for name, value in _table(data, "tenants")}

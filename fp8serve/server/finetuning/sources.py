@@ -152,11 +152,11 @@ class Sources:
 def _refuse_adapter(job: Job) -> None:
     if is_adapter(job):
         hint = "Activate it beside its model, or train without lora_rank."
-        raise Fault(Code.JOB_STATE, "The job's result is an adapter, which is no model by itself.", hint=hint)
+        raise Fault(Code.JOB_STATE, "The job's result is an adapter, which is not a model by itself.", hint=hint)
 
 
 def is_adapter(job: Job) -> bool:
-    """Whether the job's result is an adapter, which is no model by itself."""
+    """Whether the job's result is an adapter, which is not a model by itself."""
     return job.config.get("lora_rank") is not None
 
 

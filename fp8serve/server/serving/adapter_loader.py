@@ -49,7 +49,7 @@ class AdapterLoader:
                 return there, None
             if self._models.is_taken(source.name):
                 hint = "Unload it first, or choose another name."
-                raise Fault(Code.NAME_TAKEN, f"{source.name} stands for something else already.", hint=hint)
+                raise Fault(Code.NAME_TAKEN, f"{source.name} is already the name of something else.", hint=hint)
             if model.swapping():
                 hint = "Try again when it is done."
                 raise Fault(Code.ALIAS_BUSY, "Other weights are being loaded for this model.", hint=hint)

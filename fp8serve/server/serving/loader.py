@@ -125,7 +125,7 @@ class Loader:
             return there
         if self.models.is_taken(name):
             hint = "Unload it first, or choose another name."
-            raise Fault(Code.NAME_TAKEN, f"{name} stands for something else already.", param="name", hint=hint)
+            raise Fault(Code.NAME_TAKEN, f"{name} is already the name of something else.", param="name", hint=hint)
         return None
 
     async def _unload(self, name: str, seconds: float) -> None:
@@ -147,7 +147,7 @@ class Loader:
             message = f"{name} is the default model, which is there as long as the server is."
             raise Fault(Code.NAME_TAKEN, message, param="name", hint="Activate other weights for it instead.")
         self.models.find(name)  # at best, it is an alias
-        raise Fault(Code.MODEL_NOT_FOUND, "Say the model's own name.", param="name")
+        raise Fault(Code.MODEL_NOT_FOUND, "Use the model's own name.", param="name")
 
     def _forget_home(self, name: str, before: Source | None) -> None:
         """Forgets the model that the name should have had; the name keeps the one from `before`."""

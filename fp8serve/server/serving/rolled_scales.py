@@ -74,5 +74,5 @@ def _fault(lines: list[str]) -> Fault:
     except (IndexError, ValueError, TypeError, KeyError):
         return Fault(Code.INTERNAL, "The process that saves scales failed; the server's log says how.")
     if error == MachineError.__name__:
-        return Fault(Code.DISK_FULL, message, hint="See who may write beside the model, and how much.")
+        return Fault(Code.DISK_FULL, message, hint="Check permissions and quota of the model's parent directory.")
     return Fault(Code.NAME_TAKEN if error == TakenError.__name__ else Code.NOT_ROLLING, message)

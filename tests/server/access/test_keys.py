@@ -42,7 +42,7 @@ def test_the_single_key_may_do_everything() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("[keys", "it is no TOML"),
+        ("[keys", "it is not valid TOML"),
         ("keys = 3", "keys must be a table, not 3"),
         ("key.ci = {}", "it has 'key', and there can be only keys and tenants."),
         ("keys.ci = 3", "keys.ci: Key must be an object, not int"),

@@ -67,7 +67,7 @@ async def test_every_kind_is_taken(name: str, start: Start) -> None:
         ("other.csv", b"question,answer\na,b\n", "has only ['answer', 'question']"),
         ("wide.csv", b"text\na,b\n", "has more cells than the header"),
         ("cut.json", b'[{"text": "a"}', "is not valid JSON"),
-        ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 100, mtime=0)[:30], "is no whole gzip file"),
+        ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 100, mtime=0)[:30], "is not a complete gzip file"),
         ("no.parquet", b"PAR1 and no more", "is not a Parquet file that can be read"),
         ("rows.parquet.gz", gzip.compress(b"PAR1", mtime=0), "is neither text"),
     ],

@@ -83,7 +83,7 @@ def _from_openai(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A row in OpenAI's form as one of `prompt`, `chosen` and `rejected`."""
     request = row.get("input")
     if not isinstance(request, dict) or not isinstance(request.get("messages"), list):
-        raise DataError(f"{where}: `input` is no object with a list of `messages`.")
+        raise DataError(f"{where}: `input` is not an object with a list of `messages`.")
     answers = {name: row[theirs] for name, theirs in zip(ANSWERS, OPENAI, strict=True)}
     return {"prompt": request["messages"], "tools": request.get("tools"), **answers}
 

@@ -114,7 +114,7 @@ class FileGrader:
             return dict(json.loads(line))
         except (ValueError, TypeError, RecursionError):
             self.close()
-            raise JobError(f"The process of {self._file} wrote what is no reply {when}: {shown(line[:80])}.") from None
+            raise JobError(f"The process of {self._file} sent an invalid reply {when}: {shown(line[:80])}.") from None
 
     @property
     def exit_status(self) -> int | None:
