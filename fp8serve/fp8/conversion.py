@@ -19,6 +19,7 @@ from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.selfcheck import prepare_device
 from fp8serve.fp8.stateful import Stateful
 
+PEFT_WRAPPERS = ("base_layer", "original_module")  # the name of what a layer of peft wraps
 SMALL_SHARE = 0.05  # of the weights; not warned about: such as routers and learnt positions
 DEFAULT_SKIP = "lm_head"  # in the default of `skip`, and absent from many models
 
@@ -27,16 +28,18 @@ def convert(module: nn.Module, skip: tuple[str, ...] = ("lm_head",)) -> nn.Modul
     """Turn every nn.Linear inside `module` into a `Linear`, in place: parameters, hooks and names stay; returns module.
 
     `skip` holds last name components ("lm_head"), full names, or patterns ("model.layers.0.*"). Subclasses of nn.Linear
-    are left alone, because they promise something of their own. Warns when nothing was converted, when an entry of
+    are left alone, because they promise something of their own, and so are the adapters of peft, which stay in high
+    precision as they do if peft adds them afterwards. Warns when nothing was converted, when an entry of
     `skip` (but the usual "lm_head") fits no layer, and of what stays in high precision: nn.MultiheadAttention,
     nn.LazyLinear, and other weights if they are more than 5 % of all (`weights_left` lists them).
     The kernels of a GPU that the module lies on, or is moved to later, are checked at their first use (selfcheck).
     """
     patterns = (skip,) if isinstance(skip, str) else tuple(skip)
+    adapters = _adapters(module)
     linears = [
         cast(nn.Linear, child)
         for name, child in module.named_modules()
-        if is_plain(child) and not matches(name, patterns)
+        if is_plain(child) and child not in adapters and not matches(name, patterns)
     ]
     for sentence in _shortfalls(module, patterns, len(linears)):
         warnings.warn(sentence, stacklevel=2)
@@ -64,8 +67,18 @@ def _disable_fast_paths(module: nn.Module, converted: Iterable[nn.Module]) -> No
 
 
 def matches(name: str, skip: tuple[str, ...]) -> bool:
-    """Whether an entry of `skip` fits the full name of a module, or the last component of it."""
-    return any(fnmatch(name, pattern) or name.rpartition(".")[2] == pattern for pattern in skip)
+    """Whether an entry of `skip` fits the full name of a module, or the last component of it, with or without the parts
+    that peft adds to names."""
+    plain = ".".join(part for part in name.removeprefix("base_model.model.").split(".") if part not in PEFT_WRAPPERS)
+    return any(fnmatch(n, pattern) or n.rpartition(".")[2] == pattern for n in (name, plain) for pattern in skip)
+
+
+def _adapters(module: nn.Module) -> set[nn.Module]:
+    """All modules of peft's adapters in `module`: a layer of peft names the attributes that hold them."""
+    parts = (
+        getattr(child, name, None) for child in module.modules() for name in getattr(child, "adapter_layer_names", ())
+    )
+    return {inner for part in parts if isinstance(part, nn.Module) for inner in part.modules()}
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -135,15 +148,17 @@ def _why(module: nn.Module, linears: dict[str, nn.Linear], skip: tuple[str, ...]
     if not linears:
         return f"{kind} has no nn.Linear{rest}"
     layers = "1 linear layer" if len(linears) == 1 else f"{len(linears)} linear layers"
-    return f"of {layers} in {kind}, {', '.join(_reasons(list(linears.values()), skip))}{rest}"
+    return f"of {layers} in {kind}, {', '.join(_reasons(list(linears.values()), _adapters(module), skip))}{rest}"
 
 
-def _reasons(linears: list[nn.Linear], skip: tuple[str, ...]) -> Iterator[str]:
+def _reasons(linears: list[nn.Linear], adapters: set[nn.Module], skip: tuple[str, ...]) -> Iterator[str]:
     """How many of the layers were left alone, for each reason."""
-    left = [child for child in linears if not isinstance(child, Stateful)]
+    left = [child for child in linears if not isinstance(child, Stateful) and child not in adapters]
     special = [type(child).__name__ for child in left if not is_plain(child)]
-    if len(left) < len(linears):
-        yield f"{len(linears) - len(left)} converted already"
+    if converted := sum(isinstance(child, Stateful) for child in linears):
+        yield f"{converted} converted already"
+    if in_adapters := len(linears) - converted - len(left):
+        yield f"{in_adapters} in adapters of peft"
     if len(special) < len(left):
         yield f"{len(left) - len(special)} named by skip={skip!r}"
     if special:

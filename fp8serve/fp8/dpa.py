@@ -122,12 +122,6 @@ class DotProductAttention(Stateful):
         """The device of the last query, because the module has no parameter."""
         return self._seen
 
-    def prepare(self, length: int) -> None:
-        """Create the delayed states, or resize them to this history length, on the device of the query."""
-        super().prepare(length)
-        for state in self.scaling.values():
-            state.move(self._seen)
-
     def forward(
         self,
         q: Tensor,

@@ -246,7 +246,9 @@ class Linear(Stateful, nn.Linear):
 
     def state_device(self) -> torch.device:
         """Where the parameters are; a parametrized weight is not evaluated for it."""
-        first = next(self.parameters(), None)
+        first = self._parameters.get("weight")
+        if first is None:
+            first = next(self.parameters(), None)
         return (self.weight if first is None else first).device
 
     def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Tensor:

@@ -76,9 +76,11 @@ class ScalingState:
         self.amax_history[0] = 0.0
 
     def move(self, device: torch.device) -> None:
-        """Move to a device; the state stays FP32 whatever the module is cast to."""
+        """Move to a device; the state stays FP32 whatever the module is cast to. A state on "meta" has no numbers and
+        begins anew."""
+        state = ScalingState.create(len(self.amax_history), device) if self.scale.is_meta else self
         for name in FIELDS:
-            setattr(self, name, getattr(self, name).to(device))
+            setattr(self, name, getattr(state, name).to(device))
 
 
 class Order(IntEnum):

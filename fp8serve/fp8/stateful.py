@@ -7,7 +7,8 @@ They live outside of parameters and buffers: `.to(bfloat16)` must not round them
 torch.distributed.checkpoint (`get_model_state_dict`, `set_model_state_dict`, and who calls them) looks every key of a
 state dict up in the model. For it alone, `named_buffers(recurse=False)` lists the states, and `_fqn_modifiers` says by
 which attribute a key is followed. Other callers do not see them: accelerate's offloading, for example, would look up
-what is listed as an attribute of the module and fail.
+what is listed as an attribute of the module and fail. For the same reason its loader with a map of devices stops at
+their keys: "P.weight.scale" would be an attribute of a parameter (docs/training.md says what to call).
 """
 
 import math
@@ -68,11 +69,16 @@ class Stateful(nn.Module):
         return self.tensors["forward"] + self.tensors["backward"]
 
     def prepare(self, length: int) -> None:
-        """Create the delayed states, or resize them to this history length (the newest rows stay)."""
+        """Create the delayed states, or resize them to this history length (the newest rows stay). They follow a module
+        whose parameters were moved one by one, as accelerate does, without `_apply`."""
+        device = self.state_device()
         for name in self.state_names():
             if name not in self.scaling:  # two threads may run the module for the first time at once
-                self.scaling.setdefault(name, ScalingState.create(length, self.state_device()))
-            self.scaling[name].resize(length)
+                self.scaling.setdefault(name, ScalingState.create(length, device))
+            state = self.scaling[name]
+            if state.scale.device != device and device.type != "meta":
+                state.move(device)
+            state.resize(length)
 
     def delayed_states(self, recipe: DelayedScaling) -> dict[str, ScalingState]:
         """The states by tensor name, as this recipe wants them."""
@@ -157,6 +163,8 @@ def state_key(name: str) -> tuple[str, str] | None:
 def restored(tensors: Mapping[str, Tensor | None], name: str, device: torch.device) -> ScalingState:
     """A state from a state dict, in FP32 whatever its stored dtype; missing counters start at 0.
 
+    It lies on `device`; on "meta" only if it was there, because the parameters of an offloaded layer are replaced while
+    the layer runs, and its states are not.
     ScalesError: a part is missing, or training could not continue with it.
     """
     scale, history = tensors.get("scale"), tensors.get("amax_history")
@@ -175,4 +183,4 @@ def restored(tensors: Mapping[str, Tensor | None], name: str, device: torch.devi
     counters = [zero if (value := tensors.get(field)) is None else value.long() for field in ("nonfinite", "steps")]
     with torch.no_grad():
         values = (scale.reshape(()).float(), history.float(), *counters)
-        return ScalingState(*(t.detach().to(device).clone() for t in values))
+        return ScalingState(*(t.detach().to(t.device if device.type == "meta" else device).clone() for t in values))

@@ -150,6 +150,7 @@ for _ in range(600):
     [
         ("city: Oslo", "`arguments` of call 0 is text that is not valid JSON"),
         ('{"city": "Oslo"', "`arguments` of call 0 is text that is not valid JSON"),
+        ('{"city": "Oslo", "city": "Rome"}', "`arguments` of call 0 .*: the key 'city' appears twice"),
         ('["Oslo"]', r"`arguments` of call 0 are \['Oslo'\], which is not an object"),
         ("3", "`arguments` of call 0 are 3, which is not an object"),
         ('{"n": NaN}', "`arguments` of call 0 hold nan, which is not a JSON value"),

@@ -69,6 +69,11 @@ def test_text_becomes_passages_of_whole_paragraphs(tmp_path: Path) -> None:
     [
         ('{"text": ', "d.jsonl:2 is not valid JSON"),
         ("[1]", "d.jsonl:2 is a list where an object"),
+        ('{"text": "a", "text": "b"}', "d.jsonl:2 is not valid JSON: the key 'text' appears twice"),
+        (
+            '{"messages": [{"role": "user", "content": "a", "content": "b"}]}',
+            "d.jsonl:2 .*the key 'content' appears twice",
+        ),
         ("null", "d.jsonl:2 is null where an object"),
         ({"text": "a", "messages": CHAT}, "d.jsonl:2 has both text and messages; give one of"),
         ({"text": "a", "completion": "b"}, "has both text and prompt"),

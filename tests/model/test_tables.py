@@ -56,6 +56,11 @@ def test_csv_cells_hold_lines_quotes_and_chats(tmp_path: Path) -> None:
             '[{"text": "a"},\n{"text" "b"}' + " " * 99_999,
             r"a\.json:2 is not valid JSON: a colon is missing",
         ),
+        (
+            "a.json",
+            '[{"text": "a"}, {"text": "b", "text": "c"}]',
+            r"a\.json:2 is not valid JSON: the key 'text' appears twice",
+        ),
         ("a.json", '[{"text": "\\x"}]', r"a\.json:1 is not valid JSON: there is an invalid escape"),
         ("a.json", b'[{"text": "' + b"a" * 99_999 + b'\xc3"}]', r"a\.json is not UTF-8 text: byte 100010 cannot"),
         ("a.json", "[]", "holds no examples"),

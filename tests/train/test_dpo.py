@@ -239,6 +239,10 @@ def test_an_earlier_turn_of_the_assistant_is_context(model_dir: Path) -> None:
         ({"prompt": "a", "chosen": "b", "rejected": [NO]}, "one of `chosen` and `rejected` is text and the other is"),
         ({"prompt": [USER], "chosen": "b", "rejected": "c"}, "`prompt` is a conversation and the answers are text"),
         ({"prompt": [USER], "chosen": [], "rejected": [NO]}, "x:1: `chosen` is [], which is neither text nor a list"),
+        (
+            {"prompt": [USER], "chosen": '[{"role": "assistant", "content": "a", "content": "b"}]', "rejected": [NO]},
+            "x:1: `chosen` is text that is not valid JSON: the key 'content' appears twice.",
+        ),
         ({"prompt": [USER], "chosen": [USER], "rejected": [NO]}, "x:1, `chosen`: no message is the assistant's"),
         ({"prompt": [USER], "chosen": [{"role": "x"}], "rejected": [NO]}, "x:1, `chosen`: message 1 has the"),
         ({"preferred_output": [YES], "non_preferred_output": [NO]}, "x:1: `input` is not an object with a list of"),

@@ -54,7 +54,7 @@ def is_learnt(message: Mapping[str, Any]) -> bool:
 
 def conversation_of(value: Any, where: str, column: str = "messages") -> tuple[Mapping[str, Any], ...]:
     """As `messages_of`, whoever speaks, and whatever the assistant's calls hold."""
-    messages = _from_json(value, f"{where}: `{column}`")
+    messages = from_json(value, f"{where}: `{column}`")
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where}: `{column}` is not a list of messages.")
     calls: set[str] = set()
@@ -75,7 +75,7 @@ def tools_of(row: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], ...
     JSON text of one. DataError as above."""
     if row.get("functions"):
         raise DataError(f"{where} has `functions`, OpenAI's older form; give them as `tools`.")
-    tools = _from_json(row.get("tools") or [], f"{where}: `tools`")
+    tools = from_json(row.get("tools") or [], f"{where}: `tools`")
     if not isinstance(tools, list):
         raise DataError(f"{where}: `tools` is {json_kind(tools)}, not a list.")
     return tuple(_tool(tool, f"{where}: tool {i}") for i, tool in enumerate(tools))
@@ -89,7 +89,7 @@ def valid_unicode(value: str, what: str) -> str:
     return value
 
 
-def _from_json(value: Any, what: str) -> Any:
+def from_json(value: Any, what: str) -> Any:
     """Columns of CSV and Parquet files often hold lists as JSON text."""
     if not isinstance(value, str):
         return value
@@ -137,7 +137,7 @@ def _check_answer(message: Mapping[str, Any], where: str) -> None:
     for i, call in enumerate(calls):
         what, arguments = f"{where}: `arguments` of call {i}", call["function"]["arguments"]
         if isinstance(arguments, str):  # nothing, too, means no arguments
-            _check_arguments(_from_json(arguments or "{}", what), what)
+            _check_arguments(from_json(arguments or "{}", what), what)
 
 
 def _check_arguments(arguments: Any, what: str) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve.errors import DataError, json_fault, json_kind, one_line, shown
+from fp8serve.model.storage.files import no_duplicates
 from fp8serve.model.storage.memory import limited_memory
 
 MAX_DIGITS = 4300  # of a whole number; Python's own limit for int
@@ -38,8 +39,9 @@ def _whole_number(digits: str) -> int | Decimal:
     return int(digits) if len(digits) <= MAX_DIGITS else Decimal(digits)
 
 
-JSON_ROWS = json.JSONDecoder(parse_int=_whole_number)
-"""Reads a row. A value that only an ignored column may have (NaN, a number of any length) is no error here."""
+JSON_ROWS = json.JSONDecoder(parse_int=_whole_number, object_pairs_hook=no_duplicates)
+"""Reads a row. A value that only an ignored column may have (NaN, a number of any length) is no error here; a key that
+an object has twice is one, because one of its values would be lost."""
 
 
 def too_large(name: str, number: int, most: int) -> DataError:

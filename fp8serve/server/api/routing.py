@@ -17,6 +17,7 @@ from starlette.responses import Response
 from fp8serve.server.http.scope import replay
 from fp8serve.server.http.streams import until_disconnect
 from fp8serve.server.parsing.parser_pool import SHORT
+from fp8serve.server.parsing.sizes import ROWS, check_keys
 from fp8serve.server.server_state import ServerState
 
 
@@ -54,10 +55,13 @@ class BoundedRoute(APIRoute):
         self.body_model = model = _model(get_type_hints(self.endpoint).get("body"))
         if model is None:
             return handle
+        has_rows = not model.model_fields.keys().isdisjoint(ROWS)
 
         async def bounded(request: Request) -> Response:
             raw = await request.body()
             if len(raw) <= SHORT:
+                if has_rows:
+                    check_keys(raw)
                 return await handle(request)
             state = state_of(request)
             folder = state.runner.root / f"rows-{secrets.token_hex(8)}"

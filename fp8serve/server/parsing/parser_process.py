@@ -136,15 +136,18 @@ def _check(head: Head, body: bytes) -> Answer:
     from pydantic import ValidationError
 
     from fp8serve.server.faults import Fault
-    from fp8serve.server.parsing.sizes import Sizes
+    from fp8serve.server.parsing.sizes import ROWS, Sizes, check_keys
 
     module, name = head["model"].split(":")
+    model = getattr(importlib.import_module(module), name)
     try:
-        checked = getattr(importlib.import_module(module), name).model_validate(json.loads(body))
+        checked = model.model_validate(json.loads(body))
     except (ValueError, RecursionError) as error:
         return {"complaint": _complaint(error) if isinstance(error, ValidationError) else NOT_JSON}, b""
     try:
         Sizes(**head["sizes"]).check(checked)
+        if not model.model_fields.keys().isdisjoint(ROWS):
+            check_keys(body)
     except Fault as fault:
         return {
             "fault": {"message": fault.message, "param": fault.param, "hint": fault.hint},
@@ -168,8 +171,6 @@ def _write_rows(head: Head, name: str, rows: list[Any]) -> None:
     write_rows(folder / f"{name}.jsonl", rows, head["rows"], head["row_bytes"])
 
 
-ROWS = ("data", "validation_data")
-"""Fields of a request that hold rows of training data."""
 NOT_JSON = {"type": "json_invalid", "loc": ["body"], "msg": "JSON decode error"}
 
 

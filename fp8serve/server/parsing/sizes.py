@@ -1,16 +1,17 @@
-"""How much a valid request may hold, by limits of this server and not of the protocol.
+"""What a valid request may hold, by limits of this server and not of the protocol, and its rows of training data.
 
 It is checked where a body is read (in a parser process if it is long), so that a large body does not delay the front.
 """
 
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8serve.errors import RequestError
-from fp8serve.model.storage.files import fsync
+from fp8serve.errors import RequestError, shown
+from fp8serve.model.storage.files import fsync, no_duplicates
 from fp8serve.server.faults import Code, Fault
 
 
@@ -53,6 +54,46 @@ def too_long(tokens: int, context: int, least: str = "") -> Fault:
         f"The prompt has {least}{tokens} tokens, but this model's context holds {context}.",
         hint="Shorten the prompt.",
     )
+
+
+ROWS = ("data", "validation_data")
+"""Fields of a request that hold rows of training data."""
+
+
+def check_keys(raw: bytes) -> None:
+    """Fault for a body with rows in which an object has a key twice: one of the values would not be trained on."""
+    try:
+        json.loads(raw, object_pairs_hook=no_duplicates)
+        return
+    except (ValueError, RecursionError):
+        pass
+    try:
+        body = json.loads(raw, object_pairs_hook=_Counted)
+    except (ValueError, RecursionError):  # the reader of the body says what is not JSON
+        return
+    for name in ROWS:
+        rows = body.get(name) if isinstance(body, dict) else None
+        for number, row in enumerate(rows if isinstance(rows, list) else (), 1):
+            for key in (item.repeated for item in _objects(row) if item.repeated is not None):
+                message = f"Row {number} of {name} has the key {shown(key)} twice in one object; give it once."
+                raise Fault(Code.INVALID_PARAMETER, message, param=name)
+
+
+class _Counted(dict[str, Any]):
+    """A JSON object. repeated: a key that its text has more than once."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        counts = Counter(key for key, _ in pairs)
+        self.repeated = next((key for key, count in counts.items() if count > 1), None)
+
+
+def _objects(value: Any) -> Iterator[_Counted]:
+    """All objects in a JSON value."""
+    if isinstance(value, _Counted):
+        yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _objects(item)
 
 
 def write_rows(path: Path, rows: Sequence[Any], most: int, row_bytes: int) -> None:

@@ -1,12 +1,14 @@
 """torch.distributed.checkpoint of converted models: it gets, saves, loads and sets their scaling states, too."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -18,7 +20,14 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8serve import DelayedScaling, DotProductAttention, Float8CurrentScaling, autocast
+from fp8serve import (
+    DelayedScaling,
+    DotProductAttention,
+    Float8CurrentScaling,
+    autocast,
+    restore_scaling,
+    scaling_state,
+)
 from fp8serve.fp8.fsdp import gather_in_fp8
 from fp8serve.fp8.stateful import prepare_states
 
@@ -34,6 +43,10 @@ Trained = tuple[nn.Module, torch.optim.Optimizer]
 def whole(value: Any) -> Tensor:
     found: Tensor = (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
     return found
+
+
+def load_saved(model: nn.Module, folder: Path) -> None:
+    model.load_state_dict(load_file(folder / "model.safetensors"))
 
 
 def prepared(model: nn.Module) -> Trained:
@@ -130,6 +143,54 @@ def test_accelerate_offloads_a_trained_model_and_loads_it() -> None:
         expected = loss_of(model, batch(1, 0))
         accelerate.cpu_offload(model, execution_device="cpu")
         assert torch.equal(loss_of(model, batch(1, 0)), expected)
+
+
+@pytest.mark.parametrize("restore", [restore_scaling, load_saved])
+@pytest.mark.filterwarnings("ignore:for .*copying from a non-meta parameter:UserWarning")  # torch: offloaded weights
+def test_accelerate_places_the_weights_and_the_states_are_restored(
+    tmp_path: Path, restore: Callable[[nn.Module, Path], Any]
+) -> None:
+    """Its loader follows keys by attributes, which a state has none of: it loads the weights of a model that has not
+    run, and the states are restored afterwards, also of layers whose weights are on disk while they do not run."""
+    accelerate = pytest.importorskip("accelerate")
+    trained, model = prepared(network()), network()
+    step(trained, 0)
+    save_file(trained[0].state_dict(), tmp_path / "model.safetensors")
+    places = {name: "cpu" if name == "0" else "disk" for name, _ in model.named_children()}
+    accelerate.load_checkpoint_and_dispatch(model, tmp_path, places, offload_folder=tmp_path / "offloaded")
+    restore(model, tmp_path)
+    assert same(states(trained[0]), states(model))
+    with torch.no_grad(), autocast(recipe=DELAYED):
+        assert torch.equal(loss_of(model, batch(1, 0)), loss_of(trained[0], batch(1, 0)))
+
+
+def test_accelerate_loads_into_a_model_that_has_states(tmp_path: Path) -> None:
+    """Without a map of devices it calls torch's function, which finds states; the map is given afterwards."""
+    accelerate = pytest.importorskip("accelerate")
+    trained, (model, _) = prepared(network()), prepared(network())
+    step(trained, 0)
+    save_file(trained[0].state_dict(), tmp_path / "model.safetensors")
+    accelerate.load_checkpoint_in_model(model, tmp_path)
+    accelerate.dispatch_model(model, dict.fromkeys([n for n, _ in model.named_children()], "cpu"), force_hooks=True)
+    assert same(states(trained[0]), states(model))
+    with torch.no_grad(), autocast(recipe=DELAYED):
+        assert torch.equal(loss_of(model, batch(1, 0)), loss_of(trained[0], batch(1, 0)))
+
+
+def test_states_follow_parameters_that_are_moved_one_by_one() -> None:
+    """As accelerate moves them to several devices. "meta" stands for the second device."""
+    model, _ = prepared(network())
+    for state in scaling_state(model[2]).values():  # type: ignore[index]
+        state.move(torch.device("meta"))
+    prepare_states(model, DELAYED)
+    assert {s.scale.device.type for s in scaling_state(model[2]).values()} == {"cpu"}  # type: ignore[index]
+
+
+def test_states_prepared_on_meta_begin_anew_on_a_device() -> None:
+    with torch.device("meta"):
+        model, _ = prepared(network())
+    model.to_empty(device="cpu")
+    assert same(states(model), states(prepared(network())[0]))
 
 
 def test_a_recipe_without_states_prepares_none() -> None:

@@ -67,6 +67,12 @@ async def test_every_kind_is_taken(name: str, start: Start) -> None:
         ("other.csv", b"question,answer\na,b\n", "has only ['answer', 'question']"),
         ("wide.csv", b"text\na,b\n", "has more cells than the header"),
         ("cut.json", b'[{"text": "a"}', "is not valid JSON"),
+        (
+            "twice.jsonl",
+            b'{"text": "a"}\n{"text": "a", "text": "b"}\n',
+            ":2 is not valid JSON: the key 'text' appears twice",
+        ),
+        ("twice.jsonl.gz", gzip.compress(b'{"text": "a", "text": "b"}', mtime=0), "the key 'text' appears twice"),
         ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 100, mtime=0)[:30], "is not a complete gzip file"),
         ("no.parquet", b"PAR1 and no more", "is not a Parquet file that can be read"),
         ("rows.parquet.gz", gzip.compress(b"PAR1", mtime=0), "is neither text"),
@@ -79,6 +85,19 @@ async def test_what_cannot_be_read_is_said(name: str, content: bytes, why: str, 
         assert (answer.status_code, why in answer.text) == (422, True), answer.text
         assert str(server.state.data_dir) not in answer.text
         assert (await server.client.get("/finetune")).json()["jobs"] == []
+
+
+@pytest.mark.parametrize("padding", [0, 1 << 20])  # read here, and by a parser process
+@pytest.mark.parametrize("field", ["data", "validation_data"])
+async def test_a_key_that_a_row_of_a_body_has_twice(field: str, padding: int, start: Start) -> None:
+    rows = json.dumps([ROWS[0], {"messages": [{"role": "user", "content": "a", "x": 1}]}]).replace('"x"', '"content"')
+    other = "validation_data" if field == "data" else "data"
+    async with start() as server:
+        for route in ("/finetune", "/finetune/validate"):
+            body = f'{{"{field}": {rows}, "{other}": {json.dumps(ROWS)}}}{" " * padding}'
+            answer = await server.client.post(route, content=body, headers={"Content-Type": "application/json"})
+            assert (answer.status_code, answer.json()["param"]) == (422, field), answer.text
+            assert f"Row 2 of {field} has the key 'content' twice in one object" in answer.text
 
 
 async def test_parquet_with_other_columns(start: Start) -> None:

@@ -13,6 +13,7 @@ An answer that is too long for the context is cut at its end, and counted. A pai
 has no token left to learn, or if both are the same; such pairs are dropped, and counted.
 """
 
+import json
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from fp8serve.errors import DataError, shown
-from fp8serve.model.text.chat_rows import messages_of, tools_of, valid_unicode
+from fp8serve.model.text.chat_rows import from_json, messages_of, tools_of, valid_unicode
 from fp8serve.model.text.data_files import LIMITS, DataLimits
 from fp8serve.model.text.examples import (
     ChatExample,
@@ -33,7 +34,6 @@ from fp8serve.model.text.examples import (
     read_rows,
     tokenize_all,
 )
-from fp8serve.model.text.tables import JSON_ROWS
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train.data import Row, RowCounts
 
@@ -92,7 +92,7 @@ def _read(row: Mapping[str, Any], name: str, where: str) -> str | list[Any]:
     """Text, or a list of messages; columns of CSV and Parquet files often hold lists as JSON text."""
     value = row[name]
     if isinstance(value, str):
-        return _messages_in(value) or valid_unicode(value, f"{where}: `{name}`")
+        return _messages_in(value, f"{where}: `{name}`") or valid_unicode(value, f"{where}: `{name}`")
     if not isinstance(value, list) or not value:
         raise DataError(f"{where}: `{name}` is {shown(value)}, which is neither text nor a list of messages.")
     return value
@@ -104,15 +104,17 @@ def _shared(one: Sequence[Any], two: Sequence[Any]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(two)))
 
 
-def _messages_in(text: str) -> list[Any] | None:
+def _messages_in(text: str, where: str) -> list[Any] | None:
     if not text.lstrip().startswith("["):
         return None
     try:
-        result = JSON_ROWS.decode(text)
+        result = json.loads(text, parse_int=str)  # of any length
     except (ValueError, RecursionError):
         return None
-    is_chat = isinstance(result, list) and result and all(isinstance(m, dict) and "role" in m for m in result)
-    return result if is_chat else None
+    if not (isinstance(result, list) and result and all(isinstance(m, dict) and "role" in m for m in result)):
+        return None
+    messages: list[Any] = from_json(text, where)
+    return messages
 
 
 def _texts(prompt: str | list[Any] | None, answers: Sequence[Any], where: str) -> PairExample:
