@@ -34,7 +34,7 @@ from fp8serve.server.named_models import NamedModel
 from fp8serve.server.parsing.request_parser import RequestParser
 from fp8serve.server.serving.adapter_loader import AdapterLoader
 from fp8serve.server.serving.adapters import AdapterSource
-from fp8serve.server.serving.admission import Admission, Places, Room, Streams
+from fp8serve.server.serving.admission import Admission, Capacity, Reservation, Streams
 from fp8serve.server.serving.generation import Generation, build_requests
 from fp8serve.server.serving.loader import Loader
 from fp8serve.server.serving.registry import Registry
@@ -110,15 +110,15 @@ class ServerState:
     def _model(self, name: str, home: Source) -> ServedModel:
         """A model that is not loaded yet."""
         limits = self.settings.limits
-        room = Room(home.options.max_num_seqs + limits.queue, limits.queue_tokens)
-        admission = Admission(room, self.metrics.of(name))
+        capacity = Capacity(home.options.max_num_seqs + limits.queue, limits.queue_tokens)
+        admission = Admission(capacity, self.metrics.of(name))
         model = ServedModel(name, home, self._start_engine, admission, self.settings.deadlines)
         model.asks_layers = self.settings.metrics_per_layer
         return model
 
     def _admission_of_adapter(self, name: str, base: Admission) -> Admission:
-        """Counts the requests for an adapter, in the room of its model."""
-        return Admission(base.room, self.metrics.of(name))
+        """Counts the requests for an adapter, within the capacity of its model."""
+        return Admission(base.capacity, self.metrics.of(name))
 
     def _connect_metrics(self) -> None:
         sources = self.metrics.sources
@@ -232,13 +232,13 @@ class ServerState:
     @property
     def in_flight(self) -> int:
         """Requests of all models that were admitted and have not ended."""
-        return self.models.count(lambda model: model.admission.room.in_flight)
+        return self.models.count(lambda model: model.admission.capacity.in_flight)
 
     @property
     def ready(self) -> bool:
         default = self.models.default
         takes_requests = self.started and not self.draining.is_set() and not self.paused
-        return takes_requests and default.ready and not default.admission.room.nearly_full
+        return takes_requests and default.ready and not default.admission.capacity.nearly_full
 
     @property
     def status(self) -> str:
@@ -250,7 +250,7 @@ class ServerState:
         default = self.models.default
         if default.ready and not self.started:
             return "loading"
-        return "busy" if default.ready and default.admission.room.nearly_full else default.state
+        return "busy" if default.ready and default.admission.capacity.nearly_full else default.state
 
     # -- generating ----------------------------------------------------------------------------------------------------
 
@@ -275,21 +275,21 @@ class ServerState:
         served: Served,
         prompts: list[tuple[int, ...]],
         params: SamplingParams,
-        places: Places,
+        reservation: Reservation,
         n: int = 1,
         tenant: str = "",
         usage: Usage | None = None,
     ) -> Generation:
         """Checks and admits; after this the answer is a 200. Fault otherwise."""
         requests = build_requests(served, prompts, params, n, tenant)
-        generation = Generation(served, requests, n, places, usage or Usage(), self.settings.request_seconds)
+        generation = Generation(served, requests, n, reservation, usage or Usage(), self.settings.request_seconds)
         self.active.add(generation)
         return generation
 
     async def _wait_before_training(self) -> None:
         if self.paused:
             for model in list(self.models.models.values()):
-                await model.admission.room.idle.wait()
+                await model.admission.capacity.idle.wait()
 
 
 @cache

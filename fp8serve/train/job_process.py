@@ -6,11 +6,11 @@
     JOB_DIR/worker.lock   a file lock held while the process lives: who can take it knows that no worker runs
 
 Exit status: 0 the job is done, 1 it failed (the last event is the one-sentence error), 2 wrong usage, 3 it was told to
-stop (SIGTERM or SIGINT), wrote a checkpoint and can be started again, 4 processes of it died too often. Starting it
-again after any end, kill -9 and power loss included, goes on from the last whole checkpoint with the same bits; steps
-that are taken again are not logged again, unless a run that diverged went back to take them in another way. An event is
-on the disk before the next step starts, so a reader never sees one that a crash takes back; a line cut by a crash is
-removed at the next start.
+stop (SIGTERM or SIGINT), wrote a checkpoint and can be started again, 4 processes of it died too often, 5 another
+process runs the job. Starting it again after any end, kill -9 and power loss included, goes on from the last whole
+checkpoint with the same bits; steps that are taken again are not logged again, unless a run that diverged went back to
+take them in another way. An event is on the disk before the next step starts, so a reader never sees one that a crash
+takes back; a line cut by a crash is removed at the next start.
 
 With --procs, N further processes take the steps together (`train.group`), or as many as a step has microbatches. This
 process holds worker.lock and passes signals on; rank 0 writes the rest. The next start may use another N.
@@ -33,7 +33,7 @@ from fp8serve.train.events import EVENTS, Event, OnEvent, logged, message
 if TYPE_CHECKING:
     from fp8serve.train.trainer import TrainResult
 
-EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED, EXIT_DIED = 0, 1, 2, 3, 4
+EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED, EXIT_DIED, EXIT_LOCKED = range(6)
 
 
 class _Stop:
@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> int:
         lock = _take_lock(directory / "worker.lock")
     except Fp8ServeError as error:
         print(error, file=sys.stderr)
-        return EXIT_FAILED
+        return EXIT_LOCKED if isinstance(error, JobError) else EXIT_FAILED
     with lock:
         if (directory / "result.json").exists():
             return EXIT_DONE

@@ -27,10 +27,12 @@ def main(directory: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         print("Another worker is running the job.", file=sys.stderr)
-        return 1
+        return 5
     lock.truncate(0)
     lock.write(f"{os.getpid()}\n")
     lock.flush()
+    if (directory / "result.json").exists():
+        return 0
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, (lambda *_: None) if "stubborn" in mood else (lambda *_: stopped.append(1)))
     return work(directory, mood, stopped)

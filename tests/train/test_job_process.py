@@ -15,7 +15,7 @@ import pytest
 
 from fp8serve.train import checkpoint, job_process
 from fp8serve.train.events import EventLog
-from fp8serve.train.job_process import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
+from fp8serve.train.job_process import EXIT_DONE, EXIT_FAILED, EXIT_LOCKED, EXIT_STOPPED, EXIT_USAGE
 from tests.patience import PATIENCE
 
 from .conftest import Configure
@@ -137,7 +137,7 @@ def test_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_two_workers_never_run_one_job(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with (job / "worker.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert job_process.main([str(job)]) == EXIT_FAILED
+        assert job_process.main([str(job)]) == EXIT_LOCKED
     assert "Another worker is running" in capsys.readouterr().err
     assert not (job / "events.jsonl").exists()
 

@@ -24,7 +24,7 @@ from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.streams import EventStream, event, until_disconnect
 from fp8serve.server.parsing.request_parser import Ids, Prompt, RequestParser
 from fp8serve.server.server_state import ServerState
-from fp8serve.server.serving.admission import Places
+from fp8serve.server.serving.admission import Reservation
 from fp8serve.server.serving.generation import Generation
 from fp8serve.server.serving.served import Served
 
@@ -53,14 +53,14 @@ def model_for(body: GenerationBody, state: ServerState) -> Served:
 
 
 @contextlib.contextmanager
-def reserve(served: Served, state: ServerState, choices: int, prompts: int = 1) -> Iterator[Places]:
-    """Holds the weights, and the places of `choices` answers to each prompt, before a prompt is read."""
+def reserve(served: Served, state: ServerState, choices: int, prompts: int = 1) -> Iterator[Reservation]:
+    """Holds the weights, and slots for `choices` answers to each prompt, before a prompt is read."""
     limit = state.settings.limits.n
     if choices > limit:
         message = f"{choices} answers to a prompt are more than this server's limit of {limit}."
         raise Fault(Code.INVALID_PARAMETER, message, param="n")
-    with served.lease(), served.admission.reserve(choices * prompts) as places:
-        yield places
+    with served.lease(), served.admission.reserve(choices * prompts) as reservation:
+        yield reservation
 
 
 async def generate_texts(
@@ -77,9 +77,9 @@ async def generate_texts(
     """`choices` answers to each text or list of token ids. `truncate`: how many tokens are kept of each prompt, the
     last ones. `echo`: whether prompts are a part of the answer.
     """
-    with reserve(served, state, choices, len(prompts)) as places:
+    with reserve(served, state, choices, len(prompts)) as reservation:
         ids = await until_disconnect(request, state.parser.prompts(served, prompts, truncate))
-        return await admit(served, ids, params, choices, places, request, state, echo=echo)
+        return await admit(served, ids, params, choices, reservation, request, state, echo=echo)
 
 
 async def admit(
@@ -87,7 +87,7 @@ async def admit(
     prompts: list[Ids],
     params: SamplingParams,
     choices: int,
-    places: Places,
+    reservation: Reservation,
     request: Request,
     state: ServerState,
     *,
@@ -106,7 +106,7 @@ async def admit(
     tenant_request: TenantRequest = request.scope["tenant_request"]
     tenant_request.reserve_tokens(sum(map(len, prompts)) + len(prompts) * choices * params.max_new_tokens)
     generation = state.generation(
-        served, prompts, params, places, choices, request.scope["tenant"], tenant_request.usage
+        served, prompts, params, reservation, choices, request.scope["tenant"], tenant_request.usage
     )
     generation.echoes = texts
     return generation

@@ -47,14 +47,16 @@ async def generate_chat(
     above the end of the context is lowered to it instead of being refused.
     """
     served = model_for(body, state)
-    with reserve(served, state, body.returned) as places:
+    with reserve(served, state, body.returned) as reservation:
         prompt = state.parser.conversation(served, body.messages, template_variables(body), body.ending)
         ids, end = await until_disconnect(request, prompt)
         room = max(1, served.engine.limits.max_model_len - len(ids))
         limit = body.token_limit or room
         params = adapt_params(served, body, end, body.params(min(limit, room) if ends_with_context else limit))
         schemas = {tool.function.name: json.dumps(tool.function.schema_of_arguments) for tool in body.offered}
-        generation = await admit(served, [ids], params, body.returned, places, request, state, tool_schemas=schemas)
+        generation = await admit(
+            served, [ids], params, body.returned, reservation, request, state, tool_schemas=schemas
+        )
         generation.prompt_end = end
         return generation
 

@@ -5,6 +5,7 @@ memory: a network file system is refused with a sentence (MachineError) instead 
 """
 
 import contextlib
+import json
 import os
 import sqlite3
 import threading
@@ -14,19 +15,19 @@ from typing import Any
 
 from fp8serve.errors import MachineError, one_line
 from fp8serve.server.faults import disk_fault
+from fp8serve.train.events import EVENTS
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 SCHEMA = """
 CREATE TABLE jobs (
     id TEXT PRIMARY KEY, number INTEGER UNIQUE, created_at INTEGER NOT NULL, started_at INTEGER, finished_at INTEGER,
     status TEXT NOT NULL, base TEXT NOT NULL, source TEXT NOT NULL, suffix TEXT NOT NULL, config TEXT NOT NULL,
     training_file TEXT, validation_file TEXT, metadata TEXT NOT NULL, progress TEXT NOT NULL, error TEXT,
     cancel_requested INTEGER NOT NULL DEFAULT 0, crashes INTEGER NOT NULL DEFAULT 0,
-    pause_requested INTEGER NOT NULL DEFAULT 0);
+    pause_requested INTEGER NOT NULL DEFAULT 0, events_offset INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE events (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT, job TEXT NOT NULL REFERENCES jobs(id), origin INTEGER,
-    created_at INTEGER NOT NULL, level TEXT NOT NULL, type TEXT NOT NULL, message TEXT NOT NULL, data TEXT NOT NULL,
-    UNIQUE (job, origin));
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, job TEXT NOT NULL REFERENCES jobs(id), created_at INTEGER NOT NULL,
+    level TEXT NOT NULL, type TEXT NOT NULL, message TEXT NOT NULL, data TEXT NOT NULL);
 CREATE INDEX events_of_job ON events (job, seq);
 CREATE TABLE files (
     id TEXT PRIMARY KEY, number INTEGER UNIQUE, created_at INTEGER NOT NULL, filename TEXT NOT NULL,
@@ -49,8 +50,22 @@ INSERT INTO activated_adapters
     SELECT model, job FROM split WHERE job != '';
 DELETE FROM activated WHERE base LIKE 'adapters of %';
 """,
+    3: """
+ALTER TABLE jobs ADD COLUMN events_offset INTEGER NOT NULL DEFAULT 0;
+UPDATE jobs SET events_offset = bytes_through(id, (SELECT max(origin) FROM events WHERE job = jobs.id));
+CREATE TABLE events_4 (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, job TEXT NOT NULL REFERENCES jobs(id), created_at INTEGER NOT NULL,
+    level TEXT NOT NULL, type TEXT NOT NULL, message TEXT NOT NULL, data TEXT NOT NULL);
+INSERT INTO events_4 SELECT seq, job, created_at, level, type, message, data FROM events;
+DELETE FROM sqlite_sequence WHERE name = 'events_4';
+INSERT INTO sqlite_sequence SELECT 'events_4', seq FROM sqlite_sequence WHERE name = 'events';
+DROP TABLE events;
+ALTER TABLE events_4 RENAME TO events;
+CREATE INDEX events_of_job ON events (job, seq);
+""",
 }
-"""What turns each earlier layout into the next. The second kept adapters as a list in one column of `activated`."""
+"""What turns each earlier layout into the next. The second kept adapters as a list in one column of `activated`; the
+third kept the worker's number of each event, `origin`, instead of the offset behind the last one."""
 
 
 class Database:
@@ -78,6 +93,8 @@ class Database:
             raise sqlite3.OperationalError("this file system has no shared memory for a write-ahead log")
         self._db.execute("PRAGMA synchronous=FULL")
         self._db.execute("PRAGMA foreign_keys=ON")
+        jobs = path.parent / "jobs"
+        self._db.create_function("bytes_through", 2, lambda job, last: _bytes_through(jobs / job / EVENTS, last))
         version = self._db.execute("PRAGMA user_version").fetchone()[0]
         if version < SCHEMA_VERSION:
             steps = [SCHEMA] if version == 0 else [MIGRATIONS[number] for number in range(version, SCHEMA_VERSION)]
@@ -110,6 +127,18 @@ def _make_private(path: Path) -> None:
     for file in (path, *(path.with_name(path.name + end) for end in ("-wal", "-shm"))):
         with contextlib.suppress(FileNotFoundError):
             file.chmod(0o600)
+
+
+def _bytes_through(path: Path, last: int | None) -> int:
+    """How many bytes of a job's events end with the event whose number is `last`."""
+    offset = position = 0
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() and last is not None else []
+    for line in lines:
+        position += len(line)
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):  # a damaged line
+            if json.loads(line)["id"] <= last:
+                offset = position
+    return offset
 
 
 class Transaction:

@@ -14,7 +14,8 @@ Status = Literal["queued", "running", "paused", "succeeded", "failed", "cancelle
 
 @dataclass(frozen=True)
 class Job:
-    """One row of the job table. Times are seconds since 1970. `progress` holds the newest metrics."""
+    """One row of the job table. Times are seconds since 1970. `progress` holds the newest metrics, and `events_offset`
+    says how many bytes of the job's events.jsonl the table holds."""
 
     id: str
     number: int
@@ -34,6 +35,7 @@ class Job:
     cancel_requested: bool
     crashes: int
     pause_requested: bool
+    events_offset: int
 
     @property
     def root(self) -> str:

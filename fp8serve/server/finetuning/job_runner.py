@@ -1,10 +1,14 @@
 """Runs fine-tune jobs, one at a time, each in its own process: `python -m fp8serve.train.job_process JOB_DIR`.
 
-The job's directory holds the whole state (`job.json` in, `events.jsonl` and `result.json` out, `worker.lock` held while
-a worker lives), and the job table is only an index of it, so nothing is lost whichever process dies. A worker outlives
-a front that was killed: the next front finds the lock held and follows it instead of starting a second one. A worker
-that dies without a word is started again and resumes from its last checkpoint; after MAX_CRASHES deaths without a
-finished step the job fails. When the server stops, the job is asked to stop at a checkpoint and is queued again.
+What a job computes lies in its directory, which only its process writes: `events.jsonl`, checkpoints, `result.json`,
+and `worker.lock`, held while the process lives. What clients see of a job, and request of it, lies in the job table,
+which only the server writes. Between them is one number, in the job's row: how many bytes of `events.jsonl` the table
+holds. So nothing is lost or stored twice whichever process dies.
+
+A worker outlives a front that was killed: the next front finds the lock held and follows it instead of starting a
+second one. A worker that dies without a word is started again and resumes from its last checkpoint; after MAX_CRASHES
+deaths without a finished step the job fails. When the server stops, the job is asked to stop at a checkpoint and is
+queued again.
 """
 
 import asyncio
@@ -26,7 +30,8 @@ from fp8serve.server.finetuning.job_records import Job
 from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.server.tasks import cancel
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.job_process import job_config
+from fp8serve.train.events import EVENTS
+from fp8serve.train.job_process import EXIT_FAILED, EXIT_LOCKED, EXIT_STOPPED, EXIT_USAGE, job_config
 
 log = logging.getLogger("fp8serve.server")
 
@@ -34,7 +39,6 @@ POLL_SECONDS = 0.1
 NICE = 10
 EVENT = {"id", "created_at", "level", "type", "message"}
 """Fields that every event has."""
-EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 1, 2, 3
 
 
 class TrainingProcess:
@@ -45,8 +49,6 @@ class TrainingProcess:
         self.directory = directory
         self.code: int | None = None
         self._process = process
-        self._offset = 0
-        self._last: dict[str, Any] = {}
 
     @classmethod
     async def start(cls, job_id: str, directory: Path, command: Sequence[str]) -> "TrainingProcess":
@@ -73,41 +75,6 @@ class TrainingProcess:
         self.code = self._process.returncode
         return self.code is not None
 
-    def new_events(self) -> list[dict[str, Any]]:
-        """Whole lines that were added to events.jsonl since the last call."""
-        try:
-            with (self.directory / "events.jsonl").open("rb") as file:
-                file.seek(self._offset)
-                added = file.read()
-        except FileNotFoundError:
-            return []
-        whole = added[: added.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        events = [event for line in whole.splitlines() if (event := self._event(line)) is not None]
-        self._last = events[-1] if events else self._last
-        return events
-
-    def _event(self, line: bytes) -> dict[str, Any] | None:
-        """None for a damaged line, without which the job can still be followed to its end."""
-        try:
-            event = json.loads(line)
-            if isinstance(event, dict) and event.keys() >= EVENT:
-                return event
-        except (ValueError, RecursionError):
-            pass
-        log.warning("job %s wrote an event that cannot be read; it is left out", self.job_id)
-        return None
-
-    def failure(self) -> str | None:
-        """The worker's own sentence if it gave up, otherwise None. A worker that was killed says nothing: its last
-        event may be from an earlier attempt.
-        """
-        if self._last.get("code") == "error" and self.code in (None, EXIT_FAILED):
-            return str(self._last["message"])
-        if self.code in (EXIT_FAILED, EXIT_USAGE):
-            return last_line(self.directory / "worker.log") or "The training process failed without saying why."
-        return None
-
     async def stop(self, seconds: float) -> None:
         """Sends SIGTERM, on which the process writes a checkpoint; after `seconds`, SIGKILL, which loses the steps
         since the last checkpoint."""
@@ -129,6 +96,35 @@ class TrainingProcess:
                 return True
             await asyncio.sleep(POLL_SECONDS)
         return self.ended()
+
+
+def read_events(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
+    """The events in the whole lines behind `offset`, and the offset behind them. They are on the disk when this
+    returns: the table must not outlive what it names.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            added = file.read()
+            whole = added[: added.rfind(b"\n") + 1]
+            if whole:
+                os.fsync(file.fileno())
+    except FileNotFoundError:
+        return [], offset
+    events = [event for line in whole.splitlines() if (event := _event(path, line)) is not None]
+    return events, offset + len(whole)
+
+
+def _event(path: Path, line: bytes) -> dict[str, Any] | None:
+    """None for a damaged line, without which the job can still be followed to its end."""
+    try:
+        event = json.loads(line)
+        if isinstance(event, dict) and event.keys() >= EVENT:
+            return event
+    except (ValueError, RecursionError):
+        pass
+    log.warning("job %s wrote an event that cannot be read; it is left out", path.parent.name)
+    return None
 
 
 def lock_is_held(path: Path) -> bool:
@@ -281,11 +277,11 @@ class JobRunner:
         worker."""
         while True:
             ended = worker.ended()
-            if await asyncio.to_thread(self._take_in, worker):
+            job, is_new = await asyncio.to_thread(self._store_events, worker)
+            if is_new:
                 await self._notify()
             if ended:
                 return
-            job = await asyncio.to_thread(self.store.get, worker.job_id)
             if job.cancel_requested or job.pause_requested:
                 await worker.stop(CANCEL_SECONDS)
                 continue
@@ -294,22 +290,24 @@ class JobRunner:
                     await self._wake.wait()
             self._wake.clear()
 
-    def _take_in(self, worker: "TrainingProcess") -> bool:
-        events = worker.new_events()
-        if events:
-            self.store.take_in(worker.job_id, events)
-        return bool(events)
+    def _store_events(self, worker: "TrainingProcess") -> tuple[Job, bool]:
+        """Stores what the worker has written since the last time; the job as it was before, and whether it has."""
+        job = self.store.get(worker.job_id)
+        events, offset = read_events(worker.directory / EVENTS, job.events_offset)
+        if offset > job.events_offset:
+            self.store.add_events(job, events, offset)
+        return job, bool(events)
 
     def _settle(self, worker: "TrainingProcess") -> None:
         """Decides what the end of a worker means for its job."""
-        if worker.code == EXIT_FAILED and lock_is_held(worker.directory / "worker.lock"):
-            return  # a worker that an earlier front started holds the lock: the next turn follows that one
+        if worker.code == EXIT_LOCKED:
+            return  # a worker that an earlier front started holds the lock: the next turn looks for that one
         job = self.store.get(worker.job_id)
         if (worker.directory / "result.json").exists():
             self.store.move(job.id, "succeeded", "The job succeeded; its result can be activated.")
         elif job.cancel_requested:
             self.store.move(job.id, "cancelled", "The job was cancelled.")
-        elif (reason := worker.failure()) is not None:
+        elif (reason := self._failure(worker)) is not None:
             self.store.move(
                 job.id, "failed", "The job failed.", level="error", code="training_failed", error=safe_text(reason)
             )
@@ -322,14 +320,23 @@ class JobRunner:
         else:
             self._crashed(job, worker)
 
+    def _failure(self, worker: "TrainingProcess") -> str | None:
+        """The worker's own sentence if it gave up; None for one that was killed, also if an earlier one gave up."""
+        last = self.store.newest_events(worker.job_id, 1)[0]
+        if last.data.get("code") == "error" and worker.code in (None, EXIT_FAILED):
+            return last.message
+        if worker.code in (EXIT_FAILED, EXIT_USAGE):
+            return last_line(worker.directory / "worker.log") or "The training process failed without saying why."
+        return None
+
     def _crashed(self, job: Job, worker: "TrainingProcess") -> None:
-        deaths = self.store.count_crash(job.id)
+        deaths = job.crashes + 1
         how = f"The training process died ({describe_exit(worker.code)})"
-        if deaths >= MAX_CRASHES:
+        if deaths < MAX_CRASHES:
+            self.store.add_crash(job.id, f"{how}; it starts again from the last checkpoint.")
+        else:
             reason = f"{how} {deaths} times without progress."
             self.store.move(job.id, "failed", "The job failed.", level="error", code="worker_died", error=reason)
-        else:
-            self.store.add_event(job.id, "warn", f"{how}; it starts again from the last checkpoint.", code="restarted")
 
     async def _notify(self) -> None:
         async with self.changed:

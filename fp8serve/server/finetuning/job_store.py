@@ -5,7 +5,8 @@ job moves only along `MOVES`. The UPDATE that would make a move also refuses one
 callers cannot both succeed.
 
 Events are numbered by `seq`, rising over all jobs: the id of a server-sent event and the place where a reader
-resumes. `origin` is the number the worker gave an event; taking the same file in twice adds nothing.
+resumes. Those of a job's process come from its events.jsonl. A job's row says up to which byte they are stored, and the
+transaction that stores further ones moves it.
 """
 
 import json
@@ -227,39 +228,29 @@ class JobStore:
             raise Fault(Code.JOB_STATE, f"The job has ended already: it {_ENDED[job.status]}.")
         return job
 
-    def count_crash(self, job_id: str) -> int:
-        """Counts one more worker that died without a word; returns their number since the job last made progress."""
-        with self._write() as db:
-            db.execute("UPDATE jobs SET crashes = crashes + 1 WHERE id = ?", (job_id,))
-        return self.get(job_id).crashes
-
     # -- events --------------------------------------------------------------------------------------------------------
 
-    def add_event(self, job_id: str, level: str, message: str, **data: Any) -> None:
+    def add_crash(self, job_id: str, message: str) -> None:
+        """Counts one more worker that died, since the job last made progress, and says so in an event."""
         with self._write() as db:
-            _insert_event(db, job_id, level, "message", message, data)
+            db.execute("UPDATE jobs SET crashes = crashes + 1 WHERE id = ?", (job_id,))
+            _insert_event(db, job_id, "warn", "message", message, {"code": "restarted"})
 
-    def take_in(self, job_id: str, events: Iterable[Mapping[str, Any]]) -> None:
-        """Stores a worker's events, each once, and the newest metrics as the job's progress."""
+    def add_events(self, job: Job, events: Iterable[Mapping[str, Any]], offset: int) -> None:
+        """Stores the events that lie between `job.events_offset` and `offset` of events.jsonl, and the newest metrics
+        as the job's progress; nothing if that part has been stored meanwhile.
+        """
         with self._write() as db:
+            moved = "UPDATE jobs SET events_offset = ? WHERE id = ? AND events_offset = ?"
+            if db.execute(moved, (offset, job.id, job.events_offset)).rowcount == 0:
+                return
             for event in events:
                 data = {k: v for k, v in event.items() if k not in NOT_DATA}
-                values = (
-                    job_id,
-                    event["id"],
-                    event["created_at"],
-                    event["level"],
-                    event["type"],
-                    safe_text(event["message"]),
-                    json.dumps(data),
+                _insert_event(
+                    db, job.id, event["level"], event["type"], safe_text(event["message"]), data, event["created_at"]
                 )
-                new = db.execute(
-                    "INSERT OR IGNORE INTO events (job, origin, created_at, level, type, message, data) VALUES "
-                    "(?,?,?,?,?,?,?)",
-                    values,
-                )
-                if new.rowcount and event["type"] == "metrics":
-                    db.execute("UPDATE jobs SET progress = ?, crashes = 0 WHERE id = ?", (json.dumps(data), job_id))
+                if event["type"] == "metrics":
+                    db.execute("UPDATE jobs SET progress = ?, crashes = 0 WHERE id = ?", (json.dumps(data), job.id))
 
     def events(self, job_id: str, after: int = 0, limit: int = 1000) -> list[Event]:
         """Oldest first, beginning after the event `after`."""
@@ -391,9 +382,16 @@ def _insert_job(db: sqlite3.Connection, new: NewJob, job_id: str, now: int) -> N
 
 
 def _insert_event(
-    db: sqlite3.Connection, job_id: str, level: str, kind: str, message: str, data: Mapping[str, Any]
+    db: sqlite3.Connection,
+    job_id: str,
+    level: str,
+    kind: str,
+    message: str,
+    data: Mapping[str, Any],
+    created_at: int | None = None,
 ) -> None:
-    values = (job_id, int(time.time()), level, kind, message, json.dumps(dict(data)))
+    now = int(time.time()) if created_at is None else created_at
+    values = (job_id, now, level, kind, message, json.dumps(dict(data)))
     db.execute("INSERT INTO events (job, created_at, level, type, message, data) VALUES (?,?,?,?,?,?)", values)
 
 

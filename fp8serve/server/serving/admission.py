@@ -1,7 +1,7 @@
 """How many requests a model holds, and which are admitted; how many event streams the server has open.
 
 One request is one sequence of the engine: `n` choices of `p` prompts are n x p requests, admitted together or not at
-all. Their places are reserved before a prompt is read, so a refusal costs no work; a request that cannot be taken is
+all. Their slots are reserved before a prompt is read, so a refusal costs no work; a request that cannot be taken is
 refused at once with 429 and Retry-After, before any header of a 200 was sent, and nothing waits outside the engine's
 own queue. The counts always balance: accepted = ok + failed + cancelled + in flight.
 """
@@ -17,8 +17,8 @@ Outcome = Literal["ok", "failed", "cancelled"]
 
 
 @dataclass
-class Ticket:
-    """The right to run one request; `close` exactly once says how it ended."""
+class Slot:
+    """One admitted request; the first `close` says how it ended."""
 
     admission: "Admission"
     tokens: int
@@ -31,35 +31,35 @@ class Ticket:
 
 
 @dataclass
-class Places:
-    """Room for requests whose prompts are still to be read; as a context manager, it gives back what was not taken."""
+class Reservation:
+    """Slots for requests whose prompts are still to be read; as a context manager, it releases what was not used."""
 
     admission: "Admission"
     count: int
 
-    def take(self, token_counts: list[int]) -> list[Ticket]:
-        """One ticket for each request, or a 429 for all of them."""
-        self.give_back()
+    def admit(self, token_counts: list[int]) -> list[Slot]:
+        """One slot for each request, or a 429 for all of them."""
+        self.release()
         return self.admission.admit(token_counts)
 
-    def give_back(self) -> None:
-        self.admission.room.reserved -= self.count
+    def release(self) -> None:
+        self.admission.capacity.reserved -= self.count
         self.count = 0
-        self.admission.room.settle()
+        self.admission.capacity.settle()
 
-    def __enter__(self) -> "Places":
+    def __enter__(self) -> "Reservation":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.give_back()
+        self.release()
 
 
-class Room:
+class Capacity:
     """The requests of one engine and their tokens (prompt plus the most they may generate), with their two bounds."""
 
-    def __init__(self, capacity: int, token_budget: int) -> None:
-        self.capacity = capacity
-        self.token_budget = token_budget
+    def __init__(self, max_requests: int, max_tokens: int) -> None:
+        self.max_requests = max_requests
+        self.max_tokens = max_tokens
         self.in_flight = 0
         self.reserved = 0
         self.tokens = 0
@@ -68,8 +68,8 @@ class Room:
 
     @property
     def nearly_full(self) -> bool:
-        """Whether nine tenths of the places are taken: the limit for readiness."""
-        return self.in_flight * 10 >= self.capacity * 9
+        """Whether nine tenths of the slots are in use: the limit for readiness."""
+        return self.in_flight * 10 >= self.max_requests * 9
 
     def settle(self) -> None:
         """Wakes the tasks that wait until no request runs."""
@@ -78,59 +78,54 @@ class Room:
 
 
 class Admission:
-    """Counts the requests for one name in its model's room. Each model has a room of its own, so that a full one
-    leaves the others their places; a model and its adapters share one.
+    """Counts the requests for one name within its model's capacity. A full model does not hold up the others; a model
+    and its adapters share one capacity.
     """
 
-    def __init__(self, room: Room, metrics: ModelMetrics) -> None:
-        self.room = room
+    def __init__(self, capacity: Capacity, metrics: ModelMetrics) -> None:
+        self.capacity = capacity
         self.in_flight = 0
         self.metrics = metrics
         metrics.in_flight.set_function(lambda: self.in_flight)
 
-    def reserve(self, count: int) -> Places:
-        """Room for `count` requests before any work is done for them, or a 429."""
+    def reserve(self, count: int) -> Reservation:
+        """Slots for `count` requests before any work is done for them, or a 429."""
         self._check(count, 0)
-        self.room.reserved += count
-        self.room.idle.clear()
-        return Places(self, count)
+        self.capacity.reserved += count
+        self.capacity.idle.clear()
+        return Reservation(self, count)
 
-    def admit(self, token_counts: list[int]) -> list[Ticket]:
-        """One ticket for each request, or none: a Fault, 429 when they may fit later and 400 when they never can."""
+    def admit(self, token_counts: list[int]) -> list[Slot]:
+        """One slot for each request, or none: a Fault, 429 when they may fit later and 400 when they never can."""
         self._check(len(token_counts), sum(token_counts))
         self.in_flight += len(token_counts)
-        self.room.in_flight += len(token_counts)
-        self.room.tokens += sum(token_counts)
-        self.room.idle.clear()
+        self.capacity.in_flight += len(token_counts)
+        self.capacity.tokens += sum(token_counts)
+        self.capacity.idle.clear()
         self.metrics.accepted.inc(len(token_counts))
-        return [Ticket(self, tokens) for tokens in token_counts]
+        return [Slot(self, tokens) for tokens in token_counts]
 
     def _check(self, count: int, tokens: int) -> None:
-        room = self.room
-        if count > room.capacity:
-            message = f"The request asks for {count} sequences, but this model holds at most {room.capacity} at a time."
+        limit, held = self.capacity.max_requests, self.capacity.in_flight + self.capacity.reserved
+        if count > limit:
+            message = f"The request asks for {count} sequences, but this model holds at most {limit} at a time."
             raise Fault(Code.INVALID_PARAMETER, message, param="n", hint="Send fewer prompts or choices at once.")
-        taken = room.in_flight + room.reserved
-        if taken + count > room.capacity:
-            self._refuse(
-                "requests", f"The queue is full: {taken} requests are waiting or running and {room.capacity} fit."
-            )
+        if held + count > limit:
+            self._refuse("requests", held, limit)
         # an empty server takes even a request above the budget, or it could never run
-        if room.in_flight and room.tokens + tokens > room.token_budget:
-            self._refuse(
-                "tokens", f"The queue is full: {room.tokens} tokens are waiting or running and {room.token_budget} fit."
-            )
+        if self.capacity.in_flight and self.capacity.tokens + tokens > self.capacity.max_tokens:
+            self._refuse("tokens", self.capacity.tokens, self.capacity.max_tokens)
 
-    def _refuse(self, reason: str, message: str) -> None:
-        self.metrics.rejected(reason).inc()
-        raise _full(message)
+    def _refuse(self, unit: str, held: int, limit: int) -> None:
+        self.metrics.rejected(unit).inc()
+        raise _full(f"The queue is full: {held} {unit} are waiting or running and {limit} fit.")
 
-    def leave(self, ticket: Ticket, outcome: Outcome) -> None:
+    def leave(self, slot: Slot, outcome: Outcome) -> None:
         self.in_flight -= 1
-        self.room.in_flight -= 1
-        self.room.tokens -= ticket.tokens
+        self.capacity.in_flight -= 1
+        self.capacity.tokens -= slot.tokens
         self.metrics.finished(outcome).inc()
-        self.room.settle()
+        self.capacity.settle()
 
 
 class Streams:
@@ -142,7 +137,7 @@ class Streams:
         self._rejected = metrics.streams_rejected
 
     def enter(self) -> None:
-        """Call once for every event stream; 429 when too many are open. `leave` gives the place back."""
+        """Call once for every event stream; 429 when too many are open. `leave` frees it."""
         if self.open >= self.most:
             self._rejected.inc()
             raise _full(f"{self.open} event streams are open and no more are allowed.")

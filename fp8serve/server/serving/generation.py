@@ -1,6 +1,6 @@
 """From prompts as token ids to a stream of engine outputs.
 
-`build_requests` checks each request against the engine's limits; a `Generation` takes their admission tickets and a
+`build_requests` checks each request against the engine's limits; a `Generation` takes their admission slots and a
 lease on the weights. Only then does a handler send a header. `Generation.outputs()` yields `(index, RequestOutput)` of
 all its requests as they come; leaving it early (a disconnect, a cancelled task) aborts what still runs and frees its
 blocks. An engine that fails, a drain deadline and an abort all arrive as one `Fault`.
@@ -20,7 +20,7 @@ from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError, RequestError, TokenizerError
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.metrics import ModelMetrics
-from fp8serve.server.serving.admission import Outcome, Places, Ticket
+from fp8serve.server.serving.admission import Outcome, Reservation, Slot
 from fp8serve.server.serving.served import Served
 from fp8serve.server.usage import Answer, Usage
 
@@ -47,7 +47,7 @@ class Generation:
         served: Served,
         requests: Sequence[Request],
         n: int,
-        places: Places,
+        reservation: Reservation,
         usage: Usage,
         seconds: float | None = None,
     ) -> None:
@@ -63,7 +63,7 @@ class Generation:
         self._queue: asyncio.Queue[Item] = asyncio.Queue()
         self._answers = [Answer(request) for request in requests]
         self._lease = contextlib.ExitStack()
-        self._tickets = places.take([len(r.prompt_token_ids) + r.params.max_new_tokens for r in requests])
+        self._slots = reservation.admit([len(r.prompt_token_ids) + r.params.max_new_tokens for r in requests])
         self._lease.enter_context(served.lease())
         usage.prompt += self.prompt_tokens
         usage.answers += self._answers
@@ -90,7 +90,7 @@ class Generation:
     @property
     def under_way(self) -> bool:
         """Whether one of its requests has not ended."""
-        return any(ticket.open for ticket in self._tickets)
+        return any(slot.open for slot in self._slots)
 
     @property
     def generated(self) -> int:
@@ -113,7 +113,7 @@ class Generation:
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Outputs of all requests until each has finished. Raises Fault."""
         self._pumps = [
-            asyncio.create_task(self._pump(i, request, self._tickets[i])) for i, request in enumerate(self.requests)
+            asyncio.create_task(self._pump(i, request, self._slots[i])) for i, request in enumerate(self.requests)
         ]
         running = len(self._pumps)
         alarm = None if self.seconds is None else asyncio.get_running_loop().call_later(self.seconds, self._late)
@@ -142,12 +142,12 @@ class Generation:
         self.discard()
 
     def discard(self) -> None:
-        """Gives tickets and lease back, for a generation whose outputs were never read."""
-        for ticket in self._tickets:
-            ticket.close("cancelled")
+        """Gives slots and lease back, for a generation whose outputs were never read."""
+        for slot in self._slots:
+            slot.close("cancelled")
         self._lease.close()
 
-    async def _pump(self, index: int, request: Request, ticket: Ticket) -> None:
+    async def _pump(self, index: int, request: Request, slot: Slot) -> None:
         """Puts one request's outputs into the queue, a failure as a Fault; cancelling it aborts the request."""
         answer = self._answers[index]
         clock = _Clock(self.metrics, self.usage, self.started)
@@ -181,7 +181,7 @@ class Generation:
             raise
         finally:
             self.metrics.ended(answer.finish_reason or ("abort" if outcome == "cancelled" else "error")).inc()
-            ticket.close(outcome)
+            slot.close(outcome)
 
 
 def _fault_of(output: RequestOutput, alive: bool) -> Fault | None:

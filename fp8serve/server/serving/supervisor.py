@@ -82,7 +82,7 @@ class EngineSupervisor:
         if served.engine.alive:
             model.failed_restarts = 0 if served.proven else model.failed_restarts
             return
-        if model.leaving and not model.admission.room.in_flight:
+        if model.leaving and not model.admission.capacity.in_flight:
             return  # a service manager's SIGTERM reaches the engine's process, too, and nothing needs it any more
         model.state = "restarting"
         if model.failed_restarts:

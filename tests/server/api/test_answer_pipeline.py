@@ -34,7 +34,7 @@ def test_a_stream_that_cannot_be_sent_frees_its_places(start: Start, path: str, 
         async with start() as server:
             await post(server, path, BODIES[path], send)
             admission = server.state.models.default.admission
-            assert (admission.in_flight, admission.room.reserved, server.state.streams.open) == (0, 0, 0)
+            assert (admission.in_flight, admission.capacity.reserved, server.state.streams.open) == (0, 0, 0)
 
     asyncio.run(body())
 

@@ -77,8 +77,8 @@ async def test_a_reader_that_stalls_does_not_keep_a_cancelled_request_running(st
     async with start(slow()) as server:
         engine = server.launcher.engine
         served = server.state.served(None)
-        with served.admission.reserve(1) as places:
-            generation = server.state.generation(served, [(97,)], SamplingParams(max_new_tokens=400), places)
+        with served.admission.reserve(1) as reservation:
+            generation = server.state.generation(served, [(97,)], SamplingParams(max_new_tokens=400), reservation)
         outputs = generation.outputs()
         await anext(outputs)  # and reads no further
         (row,) = await listed(server)

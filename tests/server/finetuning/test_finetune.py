@@ -9,6 +9,8 @@ import operator
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,11 @@ import pytest
 from hypothesis import strategies as st
 
 from fp8serve.errors import MachineError
-from fp8serve.server.finetuning.job_runner import WORKER, TrainingProcess
+from fp8serve.server.finetuning.job_runner import WORKER, read_events
 from fp8serve.server.http.uploads import RowBounds
 from fp8serve.server.schemas.finetune_bodies import JobBody
 from fp8serve.server.settings import ServerLimits
+from fp8serve.train.events import logged, message
 from fp8serve.train.scratch import write_random_model
 from tests.patience import PATIENCE, eventually
 from tests.server.conftest import Server, Start
@@ -129,7 +132,7 @@ async def test_the_series_of_a_run_that_went_back_has_each_step_once(start: Star
         await wait_for(server, job, "succeeded")
         again = [{"step": step, "train_loss": 7.0, "returns": 1} for step in (3, 4)]
         made = {"created_at": 1, "level": "info", "type": "metrics", "message": "Step"}
-        server.state.jobs.take_in(job, [{"id": 1000 + one["step"], **made, **one} for one in again])
+        server.state.jobs.add_events(server.state.jobs.get(job), [made | one for one in again], 100_000)
         series = (await server.client.get(f"/finetune/{job}/metrics")).json()["metrics"]
         assert [(one["step"], one["train_loss"]) for one in series] == [(1, 1.0), (2, 0.5), (3, 7.0), (4, 7.0)]
         table = await server.client.get(f"/finetune/{job}/metrics", params={"format": "csv"})
@@ -687,8 +690,30 @@ def test_a_damaged_event_is_left_out_and_the_job_is_followed(tmp_path: Path, cap
     whole = [{"id": i, "created_at": 1, "level": "info", "type": "message", "message": str(i)} for i in (1, 2)]
     damaged = ['{"id": 3', "[]", "7", '{"id": 3}', "\xff", "[" * 100_000]
     lines = [json.dumps(whole[0]), *damaged, json.dumps(whole[1]), '{"id": 4, "cre']
-    (tmp_path / "events.jsonl").write_text("\n".join(lines))
-    worker = TrainingProcess("job", tmp_path, None)
-    assert worker.new_events() == whole
-    assert worker.new_events() == []
+    path = tmp_path / "events.jsonl"
+    path.write_text("\n".join(lines))
+    events, offset = read_events(path, 0)
+    assert (events, offset) == (whole, path.read_bytes().rfind(b"\n") + 1)
+    assert read_events(path, offset) == ([], offset)
     assert len(caplog.records) == len(damaged)
+
+
+def test_a_line_that_a_killed_job_cut_is_read_when_the_next_start_wrote_it_whole(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with logged(path) as log:
+        log(message("data", "One row."))
+    with path.open("a") as file:
+        file.write('{"id": 2, "created_at": 1, "type": "mess')
+    events, offset = read_events(path, 0)
+    assert [event["code"] for event in events] == ["data"]
+    with logged(path) as log:
+        log(message("resumed", "From step 1."))
+    events, end = read_events(path, offset)
+    assert ([event["code"] for event in events], end) == (["resumed"], path.stat().st_size)
+
+
+def test_a_server_that_is_killed_at_any_seam_loses_and_doubles_nothing(tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "tests.server.finetuning.killed_servers", str(tmp_path)]
+    process = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert int(process.stdout) >= 6  # two starts, a move before the first and one at the end, a crash, and events

@@ -232,11 +232,11 @@ async def test_a_full_house_refuses_before_it_reads(start: Start, monkeypatch: p
 
     async with start(max_num_seqs=1) as server:
         monkeypatch.setattr(Tokenizer, "encode", never)
-        with server.state.models.default.admission.reserve(server.state.models.default.admission.room.capacity):
+        with server.state.models.default.admission.reserve(server.state.models.default.admission.capacity.max_requests):
             answer = await server.client.post("/generate", json={"inputs": "a"})
             assert (answer.status_code, answer.json()["code"]) == (429, "queue_full")
-        assert server.state.models.default.admission.room.reserved == 0
-        assert server.state.models.default.admission.room.idle.is_set()
+        assert server.state.models.default.admission.capacity.reserved == 0
+        assert server.state.models.default.admission.capacity.idle.is_set()
 
 
 def test_a_long_request_is_the_same_job_as_before(server: Process) -> None:

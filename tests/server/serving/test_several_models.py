@@ -371,7 +371,7 @@ async def test_an_engine_that_ends_with_the_server_is_not_started_again(start: S
         server.launcher.engines[0].alive = False
         await EngineSupervisor(model)._look_after(model.current)
         assert model.state == "ready"
-        assert model.admission.room.in_flight == 0
+        assert model.admission.capacity.in_flight == 0
         model.leaving = False  # as while requests are in flight
         await EngineSupervisor(model)._look_after(model.current)
         await eventually(lambda: len(server.launcher.engines) == 3)
@@ -381,7 +381,7 @@ async def test_a_full_model_leaves_the_others_their_places(start: Start, more: P
     async with start(models_dir=more, max_num_seqs=1) as server:
         await load(server, "x", "a")
         admission = server.state.models.default.admission
-        with admission.reserve(admission.room.capacity):
+        with admission.reserve(admission.capacity.max_requests):
             assert (await complete(server, "tiny")).status_code == 429
             assert (await complete(server, "x")).status_code == 200
         text = (await server.client.get("/metrics")).text

@@ -183,7 +183,7 @@ async def info(state: StateDep, model: ModelName = None) -> Info:
     return Info(
         model_id=state.models.default.name if model is None else state.models.own_name(model),
         model_sha=served.weight_version,
-        max_concurrent_requests=served.admission.room.capacity,
+        max_concurrent_requests=served.admission.capacity.max_requests,
         max_best_of=limits.n,
         max_stop_sequences=MAX_STOP_STRINGS,
         max_input_tokens=longest - 1,

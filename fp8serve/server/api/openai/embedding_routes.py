@@ -24,7 +24,7 @@ from fp8serve.server.parsing.request_parser import Prompt, check_fit
 from fp8serve.server.parsing.texts import TextRequest
 from fp8serve.server.schemas.embedding_bodies import ClassifyBody, EmbeddingBody, RerankBody, ScoreBody, Truncating
 from fp8serve.server.server_state import ServerState
-from fp8serve.server.serving.admission import Outcome, Places
+from fp8serve.server.serving.admission import Outcome, Reservation
 from fp8serve.server.serving.served import Served
 
 T = TypeVar("T")
@@ -240,11 +240,11 @@ async def _vectors(
         raise Fault(Code.INVALID_PARAMETER, message, param="model")
     state.parser.sizes(served.engine.limits.max_model_len).check(body)
     before, most = reading.prompt(served, texts), most_tokens(body, served, is_pair=False)
-    with served.lease(), served.admission.reserve(1) as places:
+    with served.lease(), served.admission.reserve(1) as reservation:
         ids_of_texts = await _read(texts, before, most, reading, served, request, state)
         tokens, tenant_request = [len(ids) for ids in ids_of_texts], request.scope["tenant_request"]
         embed = partial(served.engine.embed, ids_of_texts, reading.dimensions)
-        vectors = await until_disconnect(request, at_once(embed, tokens, places, tenant_request))
+        vectors = await until_disconnect(request, at_once(embed, tokens, reservation, tenant_request))
     return vectors, sum(tokens)
 
 
@@ -324,11 +324,13 @@ async def _scores(
 ) -> tuple[list[list[float]], int]:
     """The score of every label for each text, or pair of texts, and how many tokens were read."""
     state.parser.sizes(served.engine.limits.max_model_len).check(body)
-    with served.lease(), served.admission.reserve(1) as places:
+    with served.lease(), served.admission.reserve(1) as reservation:
         read = await until_disconnect(request, state.parser.texts(served, texts))
         ids, segments = [r[0] for r in read], [r[1] for r in read]
         tokens, classify = [len(i) for i in ids], partial(served.engine.classify, ids, segments)
-        scores = await until_disconnect(request, at_once(classify, tokens, places, request.scope["tenant_request"]))
+        scores = await until_disconnect(
+            request, at_once(classify, tokens, reservation, request.scope["tenant_request"])
+        )
     return scores, sum(tokens)
 
 
@@ -336,12 +338,12 @@ async def _scores(
 
 
 async def at_once(
-    call: Callable[[], Awaitable[T]], tokens: Sequence[int], places: Places, tenant_request: TenantRequest
+    call: Callable[[], Awaitable[T]], tokens: Sequence[int], reservation: Reservation, tenant_request: TenantRequest
 ) -> T:
     """The engine's answer to texts of so many tokens. Fault: it refuses them, has stopped, or they are too many."""
     tenant_request.reserve_tokens(sum(tokens))
     outcome: Outcome = "failed"
-    (ticket,) = places.take([sum(tokens)])  # one place, however many its texts are
+    (slot,) = reservation.admit([sum(tokens)])  # one, however many its texts are
     try:
         tenant_request.usage.prompt += sum(tokens)
         answer = await call()
@@ -352,7 +354,7 @@ async def at_once(
     except Fp8ServeError as error:
         raise Fault(Code.ENGINE_DOWN, f"The engine stopped while it was answering: {error}", retry_after=2) from None
     finally:
-        ticket.close(outcome)
+        slot.close(outcome)
 
 
 def most_tokens(body: Truncating, served: Served, *, is_pair: bool) -> int | None:

@@ -1,0 +1,117 @@
+"""Runs a fine-tune under servers that are killed with SIGKILL; its own program, so that no thread lives at the fork.
+
+    python -m tests.server.finetuning.killed_servers FOLDER
+
+The N-th server dies before its N-th seam: a commit to the job table, or the first moment after it has started the job's
+process. The next one, which starts at once, brings the job to its end. Prints the number of kills.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from fp8serve.server.finetuning import database, job_runner
+from fp8serve.server.finetuning.job_records import NewJob
+from fp8serve.server.finetuning.job_store import FINAL, JobStore
+from fp8serve.train.events import EVENTS
+from tests.server.conftest import STUB
+from tests.server.fakes import model_dir
+
+JOB = "ftjob-1"
+MOST = 100
+
+
+async def nothing_runs() -> None:
+    """What the server waits for before it trains."""
+
+
+async def serve(data: Path) -> None:
+    """Until the job has ended."""
+    store = JobStore(data / "jobs.sqlite3")
+    runner = job_runner.JobRunner(store, data, nothing_runs, STUB)
+    runner.start()
+    while store.get(JOB).status not in FINAL:
+        await asyncio.sleep(0.01)
+    await runner.close(0.0)
+    store.close()
+
+
+def server(data: Path, seam: int | None = None) -> int:
+    """The status of a forked server, which dies before the seam of that number."""
+    if (pid := os.fork()) == 0:
+        if seam is not None:
+            die_at(seam)
+        asyncio.run(serve(data))
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def die_at(seam: int) -> None:
+    seams = iter(range(1, MOST))
+
+    def pass_seam() -> None:
+        if next(seams) == seam:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    commit, start = database.Transaction.__exit__, job_runner.TrainingProcess.start
+
+    def before_commit(*arguments: Any) -> None:
+        pass_seam()
+        commit(*arguments)
+
+    async def after_start(*arguments: Any) -> job_runner.TrainingProcess:
+        process = await start(*arguments)
+        pass_seam()
+        return process
+
+    database.Transaction.__exit__ = before_commit  # type: ignore[method-assign]
+    job_runner.TrainingProcess.start = after_start  # type: ignore[method-assign]
+
+
+def make_job(data: Path, model: Path) -> None:
+    """A queued job whose process dies at step 3, once."""
+    directory = data / "jobs" / JOB
+    directory.mkdir(parents=True)
+    (directory / "data.jsonl").write_text("die-once")
+    (directory / "job.json").write_text(json.dumps({"data": [str(directory / "data.jsonl")], "model": str(model)}))
+    store = JobStore(data / "jobs.sqlite3")
+    store.create(NewJob(base="tiny", source="base", config={}), JOB, 1)
+    store.close()
+
+
+def expect_whole(data: Path, where: str) -> None:
+    """The job succeeded, its process was started twice, and the table holds each of its events once and in order."""
+    directory, store = data / "jobs" / JOB, JobStore(data / "jobs.sqlite3")
+    job, stored = store.get(JOB), store.events(JOB)
+    store.close()
+    written = [json.loads(line) for line in (directory / EVENTS).read_text().splitlines()]
+    expected = [(e["created_at"], e["type"], e.get("step"), e.get("code")) for e in written]
+    codes = {"queued", "running", "restarted", "succeeded"}
+    events = [e for e in stored if e.data.get("code") not in codes]
+    assert [(e.created_at, e.type, e.data.get("step"), e.data.get("code")) for e in events] == expected, where
+    assert [e.data["step"] for e in events if e.type == "metrics"] == [1, 2, 3, 4, 5, 6], where
+    assert (job.status, job.progress["step"], job.crashes) == ("succeeded", 6, 0), (where, job)
+    assert job.events_offset == (directory / EVENTS).stat().st_size, where
+    assert (directory / "tries.txt").read_text() == "xx", where
+
+
+def main(folder: Path) -> int:
+    model = model_dir(folder / "tiny")
+    for seam in range(1, MOST):
+        data = folder / str(seam)
+        make_job(data, model)
+        killed = server(data, seam) == -signal.SIGKILL
+        if killed and (status := server(data)):
+            raise SystemExit(f"the server after seam {seam} ended with {status}")
+        expect_whole(data, f"seam {seam}")
+        if not killed:
+            return seam - 1
+    raise SystemExit("the job never ended")
+
+
+if __name__ == "__main__":
+    print(main(Path(sys.argv[1])))
