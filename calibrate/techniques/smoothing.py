@@ -44,7 +44,7 @@ from fp8serve.calibration.unfinished import Once, every_time
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import Recipe, delayed
 from fp8serve.model.building import Model
-from fp8serve.model.config.decoder import ModelConfig
+from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.network.decoder import attention_inputs, block_inputs, has_dense_mlp
 from fp8serve.ranks import ALONE, Ranks
 

@@ -43,7 +43,8 @@ from fp8serve.engine.task import check_generates
 from fp8serve.errors import ModelError, shown
 from fp8serve.model.building import Model
 from fp8serve.model.checkpoint import load_servable, open_checkpoint
-from fp8serve.model.config.decoder import ModelConfig, read_config
+from fp8serve.model.config.decoder import read_config
+from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.network.experts import mixtures
 from fp8serve.model.text.tokenizer import Tokenizer
 

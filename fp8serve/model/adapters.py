@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fp8serve.errors import ModelError
 from fp8serve.model.building import build_on_meta, transposed_linears
-from fp8serve.model.config.decoder import ModelConfig
+from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.formats.peft import CONFIG, WEIGHTS, PeftConfig, key_of, place_of, read_config, written_config
 from fp8serve.model.storage.files import save_tensors, write_json
 from fp8serve.model.storage.shards import Shards, read_header, type_name

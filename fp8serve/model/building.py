@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8.attention import causal_attention
-from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.config.either import AnyConfig
 from fp8serve.model.config.encoder import EncoderConfig
+from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.network.decoder import Decoder, rotated
 from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.network.modern_encoder import encoder_class

@@ -15,8 +15,8 @@ from typing import Any
 
 from fp8serve.errors import ModelError
 from fp8serve.fp8.recipe import HeadDtype, from_json
-from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.config.either import AnyConfig, read_any_config
+from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.config.wrappers import is_wrapper, text_key
 from fp8serve.model.storage.files import present, read_json
 from fp8serve.model.storage.headers import header_json

@@ -18,9 +18,9 @@ from fp8serve.fp8 import ops
 from fp8serve.fp8.spec import UNQUANTIZED, WEIGHTS, QuantSpec
 from fp8serve.fp8.stateful import state_key
 from fp8serve.model.building import Model, skeleton
-from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.config.either import AnyConfig, read_any_config
 from fp8serve.model.config.encoder import EncoderConfig
+from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.config.wrappers import read_text_config, text_shards
 from fp8serve.model.formats import interop
 from fp8serve.model.formats.interop import Quantization, ScaleKey

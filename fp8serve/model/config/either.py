@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from fp8serve.model.config.decoder import ModelConfig, check_config, parse_config, read_config
+from fp8serve.model.config.decoder import check_config, parse_config, read_config
 from fp8serve.model.config.encoder import EncoderConfig, is_encoder, parse_encoder_config
+from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.storage.files import read_optional_json
 
 AnyConfig = ModelConfig | EncoderConfig

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import MachineError, ModelError, shown
-from fp8serve.model.config.decoder import ModelConfig, parse_config
+from fp8serve.model.config.decoder import parse_config
+from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.config.rope import LongRope, Rope
 from fp8serve.model.gguf.config import KEYS, ROPE_FACTORS, hf_config
 from fp8serve.model.gguf.families import LAYOUTS

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from fp8serve.fp8.elementwise import rotary
 from fp8serve.fp8.stacked import Stacked
-from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.config.mixture import Experts
+from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.network.experts import Mixture
 from fp8serve.model.network.fusing import PLAIN, Ending, Projections, add_gated, add_projection, direct
 from fp8serve.model.network.latent_attention import LatentAttention

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8serve.fp8.own_product import is_own, product
-from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.config.latent import Latent
+from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.network.fusing import Ending, Projections, add_projection, direct
 from fp8serve.model.network.norms import RMSNorm
 from fp8serve.model.network.rotary import Placement

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor
 
-from fp8serve.model.config.decoder import ModelConfig
+from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.config.rope import LongRope, QueryScaling, Rope, RopeScaling
 
 Rotation = tuple[Tensor, Tensor]  # cos, sin [T, 1, head_dim]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from fp8serve.errors import ModelError
-from fp8serve.model.config.decoder import ModelConfig
+from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.storage.shards import Shards
 from fp8serve.model.transformers_backend.experts import STACKS
 from fp8serve.model.transformers_backend.network import TransformersModel

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8serve.fp8.stacked import Stacked
-from fp8serve.model.config.decoder import ModelConfig, TransformersClass
+from fp8serve.model.config.model_config import ModelConfig, TransformersClass
 from fp8serve.model.network.decoder import Attend
 from fp8serve.model.network.experts import mixtures
 from fp8serve.model.transformers_backend.building import SERVED, answering, build

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fp8serve.errors import ModelError, shown
 from fp8serve.fp8.attention import causal_attention
-from fp8serve.model.config.decoder import ModelConfig, TransformersClass
+from fp8serve.model.config.model_config import ModelConfig, TransformersClass
 from fp8serve.model.config.reader import token_ids
 from fp8serve.model.network.decoder import rotated
 from fp8serve.model.network.experts import mixtures
