@@ -287,7 +287,10 @@ def observe(
         passes(decoder, ranks.own(batches), observer, stages)
     observer.tokens = added(ranks.gather(tokens))
     if ranks.size > 1:
-        observer.replay(_in_order(ranks.gather(_by_batch(observer)), len(batches)))
+        # batches are dealt out to ranks one by one
+        columns = {name: seen.staged for name, seen in observer.seen.items()}
+        shares = ranks.gather([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
+        observer.replay([shares[index % len(shares)][index // len(shares)] for index in range(len(batches))])
     needed = observer.kv if delayed(recipe) is None else observer.seen
     if needed is observer.seen and not all_experts:
         check_experts(observer.tokens, len(batches))
@@ -306,17 +309,6 @@ def observe_texts(
         observer.end_batch()
     check(observer.seen, () if delayed(recipe) is None else observer.seen, len(batches))
     return observer
-
-
-def _by_batch(observer: Observer) -> list[dict[str, float]]:
-    """The amaxes that every batch staged, by the names of tensors."""
-    columns = {name: seen.staged for name, seen in observer.seen.items()}
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
-def _in_order(shares: Sequence[Sequence[T]], count: int) -> list[T]:
-    """Batches that were dealt out to ranks one by one."""
-    return [shares[index % len(shares)][index // len(shares)] for index in range(count)]
 
 
 @torch.no_grad()

@@ -60,9 +60,8 @@ from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
 from fp8serve.model.building import AnyModel, Model
 from fp8serve.model.checkpoint import load_reader, load_servable, open_checkpoint
-from fp8serve.model.config.decoder import computed_by_note
-from fp8serve.model.config.either import AnyConfig
 from fp8serve.model.config.encoder import EncoderConfig
+from fp8serve.model.config.model_config import AnyConfig, computed_by_note
 from fp8serve.model.config.sentence import has_pooling
 from fp8serve.model.config.wrappers import left_out_notes
 from fp8serve.model.network.encoder import Encoder

@@ -103,7 +103,12 @@ class Unfinished:
 
     def _keep(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         try:
-            self._begin()
+            if self._lock is None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._take()
+                write_json(self.folder / "run.tmp", self._description)
+                fsync(self.folder / "run.tmp")
+                (self.folder / "run.tmp").rename(self.folder / RUN)
             temporary = path.with_suffix(".tmp")
             save_tensors(temporary, {n: t.detach().cpu().contiguous() for n, t in tensors.items()}, METADATA)
             fsync(temporary)
@@ -112,30 +117,18 @@ class Unfinished:
         except OSError as e:
             raise MachineError(f"{path} could not be written: {e.strerror or e}; go on later with --resume.") from e
 
-    def _begin(self) -> None:
-        if self._lock is None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._take()
-            write_json(self.folder / "run.tmp", self._description)
-            fsync(self.folder / "run.tmp")
-            (self.folder / "run.tmp").rename(self.folder / RUN)
-
 
 def description(
     source: Path, recipe: Recipe, settings: CalibrationOptions, batches: Batches, versions: Mapping[str, str]
 ) -> dict[str, Any]:
     """Everything that decides a calibration's results, by its option names: a run resumes only if all are equal."""
     options = {name: value for name, value in asdict(settings).items() if name not in ("resume", "data", "holdout")}
-    arguments = {"model": fingerprint(source), "recipe": to_json(recipe), "samples read": _digest(batches)}
-    results: dict[str, Any] = json.loads(json.dumps(arguments | options | dict(versions)))
-    return results
-
-
-def _digest(batches: Batches) -> str:
     digest = sha256()
     for batch in (*batches.calibration, *batches.held_out):
         digest.update(json.dumps([batch.ids.tolist(), batch.targets.tolist(), batch.lengths]).encode())
-    return digest.hexdigest()[:32]
+    arguments = {"model": fingerprint(source), "recipe": to_json(recipe), "samples read": digest.hexdigest()[:32]}
+    results: dict[str, Any] = json.loads(json.dumps(arguments | options | dict(versions)))
+    return results
 
 
 def recorded(observer: Observer) -> dict[str, Tensor]:

@@ -197,14 +197,11 @@ def _layer_table(layers: Sequence[LayerReport], tensors: Sequence[TensorReport])
     rows = []
     for layer in layers:
         lost = (percent(f) for f in (layer.saturated, layer.rounded_to_top, layer.underflowed))
-        seen = _seen(by_name.get(f"{layer.name}.input"))
+        tensor = by_name.get(f"{layer.name}.input")
+        seen = (NONE, NONE) if tensor is None else (number(tensor.amax), number(tensor.scale))
         rows.append([escape(layer.name), number(layer.kl), *sqnrs(layer), *lost, *seen])
     head = ("layer", "KL, nats", "SQNR", "of input", "of weight", "cut off", "at the top", "underflowed")
     return table((*head, "input amax", "input scale"), rows)
-
-
-def _seen(tensor: TensorReport | None) -> tuple[str, str]:
-    return (NONE, NONE) if tensor is None else (number(tensor.amax), number(tensor.scale))
 
 
 def noise(layers: Sequence[LayerReport]) -> str:

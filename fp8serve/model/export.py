@@ -25,8 +25,7 @@ from fp8serve.fp8 import ops
 from fp8serve.fp8.casting import SCALE_DTYPES, cast_by_content
 from fp8serve.fp8.spec import QuantSpec
 from fp8serve.model.building import skeleton, transposed_linears
-from fp8serve.model.config.decoder import classifies
-from fp8serve.model.config.either import parse_any_config
+from fp8serve.model.config.decoder import classifies, parse_any_config
 from fp8serve.model.config.encoder import is_encoder
 from fp8serve.model.config.mixture import keeps_fp32
 from fp8serve.model.config.wrappers import read_text_config
@@ -196,7 +195,9 @@ class _Quantizer:
             else:
                 yield replace(_plain(name, shape, self.weights, self.dtype), from_file=self.from_file)
         for key, entry in self.kv.items():
-            yield self._scalar(self._kv_name(key), entry.scale)
+            owner, _, role = key.rpartition(".")  # model.layers.0.self_attn.k
+            owner = f"{owner}.{role}_proj" if self.format == "modelopt" else owner
+            yield self._scalar(f"{owner}.{role}_scale", entry.scale)
 
     def _fp8(self, linear: str, shape: tuple[int, ...]) -> Iterator[_Item]:
         scale_shape = self._scale_shape(self.weight, *shape)
@@ -251,10 +252,6 @@ class _Quantizer:
         """A scale that quantizes, in the formats' direction."""
         value, note = dequantizing_scale(scale)
         return _Item(name, torch.float32, self._scalar_shape, lambda: value.reshape(self._scalar_shape), note)
-
-    def _kv_name(self, key: str) -> str:
-        owner, _, role = key.rpartition(".")  # model.layers.0.self_attn.k
-        return f"{owner}.{role}_proj.{role}_scale" if self.format == "modelopt" else f"{owner}.{role}_scale"
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype:

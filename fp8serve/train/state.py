@@ -17,7 +17,7 @@ from fp8serve.fp8.recipe import delayed
 from fp8serve.fp8.scaling import FIELDS, ScalingState
 from fp8serve.model.building import transposed_linears
 from fp8serve.model.checkpoint import load_scales
-from fp8serve.model.transformers_backend.transposed import turned
+from fp8serve.model.transformers_backend.files import turned
 from fp8serve.train.checkpoint import TrainState
 from fp8serve.train.forward import Forward
 from fp8serve.train.optimizer import Optimizer

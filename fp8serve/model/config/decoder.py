@@ -1,4 +1,4 @@
-"""The hyper-parameters we honour, read from `config.json`.
+"""The hyper-parameters we honour, read from `config.json`: here a decoder's, in encoder.py an encoder's.
 
 Published architectures are one decoder with switches: a row of `families` has what the architecture fixes, the file has
 the rest. Every key of the file is one of three: honoured (it becomes a field), harmless (reader.py), or unknown. An
@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve.errors import ModelError, shown
-from fp8serve.model.config.encoder import ENCODERS, OF_HEADS, head_of, is_encoder
+from fp8serve.model.config.encoder import ENCODERS, OF_HEADS, head_of, is_encoder, parse_encoder_config
 from fp8serve.model.config.families import FAMILIES
 from fp8serve.model.config.family import SHARED, Family
 from fp8serve.model.config.latent import latent_attention, latent_of
 from fp8serve.model.config.mixture import experts_of
-from fp8serve.model.config.model_config import Activation, ModelConfig, TransformersClass
+from fp8serve.model.config.model_config import Activation, AnyConfig, ModelConfig, TransformersClass
 from fp8serve.model.config.reader import HONOURED, Reader, is_harmless, token_ids
 from fp8serve.model.config.rope import layer_ropes, query_scaling, rotary_dim
 from fp8serve.model.config.wrappers import read_text_config
@@ -34,7 +34,7 @@ from fp8serve.processes import module_command
 _CLASSIFIES = "ForSequenceClassification"
 _GATED: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _UNGATED: dict[str, Activation] = {"xielu": "xielu"}
-_COMMAND = module_command("fp8serve.model.transformers_backend")
+_COMMAND = module_command("fp8serve.model.transformers_backend.trial")
 _SECONDS = 300.0
 
 
@@ -48,12 +48,32 @@ def read_config(model_dir: Path | str) -> ModelConfig:
     return parse_config(raw, generation, where)
 
 
-def check_config(model_dir: Path | str) -> None:
-    """ModelError as `read_config`, but a model without a family is left to the process that computes it: a full check
-    would take torch, transformers and seconds."""
+def holds_encoder(model_dir: Path | str) -> bool:
+    """Whether the directory is that of an encoder. ModelError: a damaged config.json."""
+    return is_encoder(read_optional_json(Path(model_dir) / "config.json"))
+
+
+def read_any_config(model_dir: Path | str) -> AnyConfig:
+    """As `read_config`, for encoders, too."""
+    path = Path(model_dir) / "config.json"
+    raw = read_optional_json(path)
+    return parse_encoder_config(raw, str(path)) if is_encoder(raw) else read_config(model_dir)
+
+
+def check_any_config(model_dir: Path | str) -> None:
+    """ModelError as `read_any_config`, but a model without a family is left to the process that computes it: a full
+    check would take torch, transformers and seconds."""
+    if holds_encoder(model_dir):
+        read_any_config(model_dir)
+        return
     raw, generation, where = _read(Path(model_dir))
     if not is_without_family(raw):
         parse_config(raw, generation, where)
+
+
+def parse_any_config(raw: Mapping[str, Any]) -> AnyConfig:
+    """As `parse_config`, for encoders, too."""
+    return parse_encoder_config(raw) if is_encoder(raw) else parse_config(raw)
 
 
 def _read(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any] | None, str]:
@@ -94,6 +114,8 @@ def parse_config(
     attention = latent_attention(get, latent) if latent else _attention(get, _head_dim(get, where), where)
     head_dim = attention["head_dim"]
     turned = latent.rope if latent else rotary_dim(get, head_dim)
+    # generation_config.json takes precedence, as in transformers: chat models list their end-of-turn tokens there
+    eos = (generation or {}).get("eos_token_id")
     return ModelConfig(
         architecture=family.architecture,
         model_type=str(raw["model_type"]),
@@ -112,7 +134,7 @@ def parse_config(
         neighbours_pair=family.neighbours_pair and (not latent or get.boolean("rope_interleave")),
         query_scaling=query_scaling(get, max_len),
         bos_token_id=get.token("bos_token_id"),
-        eos_token_ids=_eos(get, generation or {}, where),
+        eos_token_ids=token_ids(get("eos_token_id") if eos is None else eos, "eos_token_id", where),
         dtype=_dtype(raw, where),
         activation=_activation(get, where),
         norm=family.norm,
@@ -132,7 +154,7 @@ def parse_config(
 def _by_transformers(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
     """A process without torch does not load it but asks another process."""
     if "torch" in sys.modules:
-        from fp8serve.model.transformers_backend import describe  # here: it brings torch
+        from fp8serve.model.transformers_backend.trial import describe  # here: it brings torch
 
         return describe(raw, generation, where)
     fields = ask(raw, generation, where)
@@ -141,7 +163,7 @@ def _by_transformers(raw: Mapping[str, Any], generation: Mapping[str, Any], wher
 
 def ask(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The fields of the model's `ModelConfig` that have no default or another value, from a process of
-    transformers_backend/__main__.py, which is started once for each model, takes seconds, and ends. ModelError: as
+    transformers_backend/trial.py, which is started once for each model, takes seconds, and ends. ModelError: as
     `describe`."""
     text = _ask(json.dumps([raw, generation, where], sort_keys=True))
     try:
@@ -230,14 +252,6 @@ def _activation(get: Reader, where: str) -> Activation:
     return activation
 
 
-def computed_by_note(config: ModelConfig) -> tuple[str, ...]:
-    """A sentence for the owner of a model that transformers computes; empty for other models."""
-    if config.computed_by is None:
-        return ()
-    return (f"{config.architecture} has no family here: transformers' own class computes it, with the same numerics in "
-            "its linear layers and its cache, and slower.",)  # fmt: skip
-
-
 def is_without_family(raw: Mapping[str, Any]) -> bool:
     """Whether transformers' own class is asked to compute the model."""
     kind = raw.get("model_type")
@@ -306,12 +320,6 @@ def _windows(get: Reader, layers: int, where: str) -> tuple[int | None, ...]:
     if windows.count(None) != types.count("full_attention") or (uniform and set(windows) != {window}):
         raise ModelError(f"{where}: layer_types contradicts sliding_window {window} of {get.family.architecture}.")
     return windows
-
-
-def _eos(get: Reader, generation: Mapping[str, Any], where: str) -> tuple[int, ...]:
-    """generation_config.json takes precedence, as in transformers: chat models list their end-of-turn tokens there."""
-    value = generation.get("eos_token_id")
-    return token_ids(get("eos_token_id") if value is None else value, "eos_token_id", where)
 
 
 def _dtype(raw: Mapping[str, Any], where: str) -> str:

@@ -1,9 +1,9 @@
-"""The hyper-parameters of a decoder. decoder.py reads them from `config.json`; no torch here."""
+"""The hyper-parameters of a decoder, and who computes a model. decoder.py reads them from `config.json`; no torch."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from fp8serve.model.config.encoder import Head
+from fp8serve.model.config.encoder import EncoderConfig, Head
 from fp8serve.model.config.family import BEFORE, HeadNorm, Norm, Norms
 from fp8serve.model.config.latent import Latent
 from fp8serve.model.config.mixture import Experts
@@ -79,3 +79,24 @@ class ModelConfig:
     def max_length(self) -> int:
         """Tokens of the longest sequence."""
         return self.max_position_embeddings
+
+
+AnyConfig = ModelConfig | EncoderConfig
+ComputedBy = Literal["fp8serve", "transformers"]
+COMPUTED_BY: dict[ComputedBy, str] = {
+    "fp8serve": "computed by fp8serve's own layers",
+    "transformers": "computed by transformers' own class, because it has no family here: the same numerics, and slower",
+}
+
+
+def computed_by(config: AnyConfig) -> ComputedBy:
+    """Who computes the model; `COMPUTED_BY` has the words for it."""
+    return "transformers" if isinstance(config, ModelConfig) and config.computed_by is not None else "fp8serve"
+
+
+def computed_by_note(config: ModelConfig) -> tuple[str, ...]:
+    """A sentence for the owner of a model that transformers computes; empty for other models."""
+    if config.computed_by is None:
+        return ()
+    return (f"{config.architecture} has no family here: transformers' own class computes it, with the same numerics in "
+            "its linear layers and its cache, and slower.",)  # fmt: skip

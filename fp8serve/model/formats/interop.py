@@ -184,7 +184,9 @@ def _ct_inputs(group: Fields) -> QuantSpec:
         return UNQUANTIZED
     _require_fp8("compressed-tensors", "input_activations", inputs)
     strategy = inputs.text("strategy") or "tensor"
-    if not _is_dynamic(inputs):
+    if inputs.anything("dynamic") == "local":  # a global scale and a dynamic one, which exists for FP4 only
+        raise _unsupported("compressed-tensors", "dynamic activations", "local")
+    if not inputs.boolean("dynamic"):
         if strategy != "tensor":
             raise _unsupported("compressed-tensors", "static activation strategy", strategy)
         return STATIC
@@ -204,13 +206,6 @@ def _ct_dynamic(strategy: str, inputs: Fields) -> QuantSpec:
     if spec.is_blocked and inputs.whole("group_size") != spec.block[1]:
         raise _unsupported("compressed-tensors", "activation group_size", inputs.whole("group_size"))
     return spec
-
-
-def _is_dynamic(inputs: Fields) -> bool:
-    """ "local" (a global scale and a dynamic one) exists for FP4 only."""
-    if inputs.anything("dynamic") == "local":
-        raise _unsupported("compressed-tensors", "dynamic activations", "local")
-    return bool(inputs.boolean("dynamic"))
 
 
 def _require_fp8(producer: str, what: str, args: Fields | None) -> None:

@@ -11,7 +11,6 @@ the papers' form, so a scale of that input could not be used.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +20,7 @@ from fp8serve.model.config.latent import Latent
 from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.network.fusing import Ending, Projections, add_projection, direct
 from fp8serve.model.network.norms import RMSNorm
-from fp8serve.model.network.rotary import Placement
-
-if TYPE_CHECKING:
-    from fp8serve.model.network.decoder import Attend, Heads
+from fp8serve.model.network.rotary import Attend, Heads, Placement
 
 EPS = 1e-6  # for the norms of latent vectors, whatever the file says about the others
 
@@ -85,7 +81,7 @@ class LatentAttention(nn.Module):
         x: Tensor,
         norm: nn.Module | None,
         place: Placement,
-        attend: "Attend",
+        attend: Attend,
         ending: Ending,
         last: Tensor | None = None,
     ) -> Tensor:
@@ -95,7 +91,9 @@ class LatentAttention(nn.Module):
             x = x[last]
             if x.size(0) == 0:
                 return x
-        values = self.kv_b_proj.of_values(self._latents(mixed).to(x.dtype))
+        first, second = mixed.chunk(2, -1)  # in rotary.py's order, of which a part is rotated
+        turned = self.latent.rope // 2
+        values = self.kv_b_proj.of_values(torch.cat((first[..., turned:], second[..., turned:]), -1).to(x.dtype))
         return add_projection(x, self._modules["o_proj"], values.flatten(1), ending)  # type: ignore[arg-type]
 
     def matrices(self) -> Iterator[nn.Module | Projections]:
@@ -105,7 +103,7 @@ class LatentAttention(nn.Module):
             yield self.q_b_proj
         yield self.o_proj
 
-    def _heads(self, x: Tensor, norm: nn.Module | None, place: Placement) -> "Heads":
+    def _heads(self, x: Tensor, norm: nn.Module | None, place: Placement) -> Heads:
         sizes = self.latent
         q, key = self.qkv(x, norm)
         if sizes.q_rank is not None:
@@ -117,9 +115,3 @@ class LatentAttention(nn.Module):
         if place.order is not None:
             query, shared = query.index_select(-1, place.order), shared.index_select(-1, place.order)
         return query, shared, shared
-
-    def _latents(self, mixed: Tensor) -> Tensor:
-        """[T, heads, head_dim] in rotary.py's order, of which a part is rotated -> [T, heads, rank]."""
-        first, second = mixed.chunk(2, -1)
-        turned = self.latent.rope // 2
-        return torch.cat((first[..., turned:], second[..., turned:]), -1)

@@ -7,6 +7,7 @@ part of a head is rotated, its elements are first read in an order that gives th
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,10 @@ from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.config.rope import LongRope, QueryScaling, Rope, RopeScaling
 
 Rotation = tuple[Tensor, Tensor]  # cos, sin [T, 1, head_dim]
+Heads = tuple[Tensor, Tensor, Tensor]  # q [T, heads, head_dim], k and v [T, kv_heads, head_dim]
+# attend(layer, heads, rotation, last) -> [T, heads, head_dim]: rotates q and k, and attends; where `last` int64 [R] is
+# not None only the queries of these rows do -> [R, heads, head_dim]
+Attend = Callable[[int, Heads, Rotation, Tensor | None], Tensor]
 
 
 class Placement(NamedTuple):

@@ -94,7 +94,9 @@ def _counted(items: Iterator[T], name: str, most: int, what: str) -> Iterator[T]
 
 def _source(where: Path | str, columns: Collection[str] | None, limits: DataLimits) -> Rows | Prose:
     if where == STDIN:
-        return _rows_or_prose(_lines(_stdin(), source_name(where), limits), source_name(where), limits)
+        lines = _lines(_stdin(), source_name(where), limits)
+        head, lines = _beginning(lines)
+        return _json_lines(lines) if head.startswith("{") else Prose(_paragraphs(lines, source_name(where), limits))
     path = local_file(where)
     open_file(path, MAX_DATA_BYTES, DataError).close()  # a missing file is reported before an unsupported name
     return _by_suffix(path, Path(path.stem if _is_gzip(path) else path.name).suffix.lower(), columns, limits)
@@ -232,11 +234,6 @@ def _stdin() -> BinaryIO:
     if sys.stdin.isatty():
         raise DataError("Standard input is a terminal; give a file, or pipe text or JSON lines into the command.")
     return sys.stdin.buffer
-
-
-def _rows_or_prose(lines: Iterator[str], name: str, limits: DataLimits) -> Rows | Prose:
-    head, lines = _beginning(lines)
-    return _json_lines(lines) if head.startswith("{") else Prose(_paragraphs(lines, name, limits))
 
 
 def _paragraphs(lines: Iterator[str], name: str, limits: DataLimits) -> Iterator[str]:

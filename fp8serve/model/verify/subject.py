@@ -23,7 +23,7 @@ from fp8serve.model.formats.scales import FILE_NAME
 from fp8serve.model.formats.torchao import plain_name, plain_names
 from fp8serve.model.storage.files import present, read_json
 from fp8serve.model.storage.shards import INDEX, SINGLE, Shards, StoredTensor, read_header
-from fp8serve.model.transformers_backend.transposed import as_multiplied
+from fp8serve.model.transformers_backend.files import as_multiplied
 
 Severity = Literal["error", "warning"]
 _MAGNITUDE, _PART = 0x7F, 2**22
