@@ -237,13 +237,13 @@ def _tensor_scale(name: str, state: ScalingState) -> TensorScale:
     return TensorScale(state.scale.cpu(), state.amax_history.cpu() if keep else None)
 
 
-def _tensor_reports(observer: Observer, kept: Mapping[str, ScalingState]) -> tuple[TensorReport, ...]:
+def _tensor_reports(observer: Observer, stored: Mapping[str, ScalingState]) -> tuple[TensorReport, ...]:
     return tuple(
         TensorReport(
             name=name,
             amax=seen.amax,
-            scale=float(kept[name].scale) if name in kept else None,
-            limit=_limit(name, kept[name], observer.recipe) if name in kept else None,
+            scale=float(stored[name].scale) if name in stored else None,
+            limit=_limit(name, stored[name], observer.recipe) if name in stored else None,
             observations=seen.batches,
             history=tuple(float(f"{value:.6g}") for value in seen.newest),
         )

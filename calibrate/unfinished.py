@@ -131,7 +131,7 @@ def description(
     return results
 
 
-def recorded(observer: Observer) -> dict[str, Tensor]:
+def record_observer(observer: Observer) -> dict[str, Tensor]:
     """By the tensor's name and a field: the fields of its state, and `seen`, FP64 [running amax, newest amaxes]. By a
     mixture's name and `tokens`: the counts of its experts."""
     results = {f"{name}{TOKENS}": counts for name, counts in observer.tokens.items()}
@@ -142,12 +142,12 @@ def recorded(observer: Observer) -> dict[str, Tensor]:
     return results
 
 
-def restore_observer(observer: Observer, found: Mapping[str, Tensor]) -> None:
+def restore_observer(observer: Observer, tensors: Mapping[str, Tensor]) -> None:
     """Restore the recorded observations into an `observer` of the same tensors."""
-    observer.tokens = {name.removesuffix(TOKENS): found[name].clone() for name in found if name.endswith(TOKENS)}
+    observer.tokens = {name.removesuffix(TOKENS): tensors[name].clone() for name in tensors if name.endswith(TOKENS)}
     for name, state in observer.states().items():
-        _set(state, {field: found[f"{name}.{field}"] for field in FIELDS})
-        amax, *newest = found[f"{name}.seen"].tolist()
+        _set(state, {field: tensors[f"{name}.{field}"] for field in FIELDS})
+        amax, *newest = tensors[f"{name}.seen"].tolist()
         steps, nonfinite = int(state.steps), int(state.nonfinite)
         observer.seen[name] = Seen(amax, steps, nonfinite, deque(newest, maxlen=HISTORY_LENGTH))
 

@@ -296,8 +296,8 @@ def step_price(rows: int) -> float:
 
 def _next(seq: Sequence, draft: list[int]) -> Work:
     """The work that feeds the last token of its draft."""
-    ahead = replace(seq, token_ids=[*seq.token_ids, *draft], adapter=None)
-    return Work(ahead, len(ahead.token_ids) - 1, 1)
+    extended = replace(seq, token_ids=[*seq.token_ids, *draft], adapter=None)
+    return Work(extended, len(extended.token_ids) - 1, 1)
 
 
 def _with_draft(item: Work, draft: tuple[int, ...]) -> Work:

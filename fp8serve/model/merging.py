@@ -28,7 +28,7 @@ from fp8serve.model.config.wrappers import read_text_config
 from fp8serve.model.export import write_calibrated, write_hf_directory
 from fp8serve.model.formats.scales import ScalingCheckpoint
 from fp8serve.model.rewriting import (
-    fitted,
+    fit_scale,
     format_of,
     recipe_of,
     retained_state,
@@ -123,7 +123,7 @@ def merge(base: Path | str, adapter: Path | str, out: Path | str, most_lost: flo
     recipe = recipe_of(checkpoint, stored, format)
     state = retained_state(checkpoint, recipe) or state_of(checkpoint, stored, recipe)
     spec = recipe.specs.linear["weight"]
-    quantized = {name: (linear.weight_q, fitted(linear, spec)) for name, linear in stored.items()}
+    quantized = {name: (linear.weight_q, fit_scale(linear, spec)) for name, linear in stored.items()}
     for name in low_ranks.keys() & stored.keys():
         before = quantized[name]
         quantized[name], losses.layers[name] = _rounded(*before, low_ranks[name])

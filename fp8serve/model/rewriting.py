@@ -78,7 +78,7 @@ def _write(out: Path | str, checkpoint: Checkpoint, stored: _Stored, state: Scal
         out,
         checkpoint.path,
         state,
-        quantized={name: (linear.weight_q, fitted(linear, weight)) for name, linear in stored.items()},
+        quantized={name: (linear.weight_q, fit_scale(linear, weight)) for name, linear in stored.items()},
         matrices=stored_matrices(checkpoint),
         high_precision=checkpoint.high_precision_linears,
         format=format,
@@ -113,17 +113,17 @@ def recipe_of(checkpoint: Checkpoint, stored: _Stored, format: str) -> Recipe:
     known = _RECIPES.get(spec, ())
     if spec == PER_TOKEN and format == "fp8":  # its dynamic inputs are read as one scale for each token
         known = (_CURRENT, *known)
-    fitting = [recipe for recipe in known if _fits(stored, recipe)]
+    fitting = [recipe for recipe in known if _has_layout(stored, recipe)]
     if not fitting:
         raise ModelError(
             f"No format here says how {checkpoint.path} scales weights and inputs; calibrate the model in high "
             f"precision with --format {format}."
         )
-    _check_sayable(checkpoint, fitting[0], format)
+    _check_expressible(checkpoint, fitting[0], format)
     return fitting[0]
 
 
-def _check_sayable(checkpoint: Checkpoint, recipe: Recipe, format: str) -> None:
+def _check_expressible(checkpoint: Checkpoint, recipe: Recipe, format: str) -> None:
     """ModelError unless the format can express the recipe."""
     try:
         matrices = {name: matrix.specs for name, matrix in stored_matrices(checkpoint).items()}
@@ -136,13 +136,13 @@ def _check_sayable(checkpoint: Checkpoint, recipe: Recipe, format: str) -> None:
         ) from None
 
 
-def _fits(stored: _Stored, recipe: Recipe) -> bool:
+def _has_layout(stored: _Stored, recipe: Recipe) -> bool:
     spec = recipe.specs.linear["weight"]
     shapes = ((linear.weight_scale_inv, spec.scale_shape(*linear.weight_q.shape)) for linear in stored.values())
     return all(scale.numel() == 1 or tuple(scale.shape) == shape for scale, shape in shapes)
 
 
-def fitted(linear: StoredLinear, spec: QuantSpec) -> Tensor:
+def fit_scale(linear: StoredLinear, spec: QuantSpec) -> Tensor:
     """The scale in the shape that weights of this spec have."""
     scale, shape = linear.weight_scale_inv, spec.scale_shape(*linear.weight_q.shape)
     return scale.reshape(()).repeat(shape) if scale.numel() == 1 else scale
@@ -159,7 +159,7 @@ def retained_state(checkpoint: Checkpoint, recipe: Recipe) -> ScalingCheckpoint 
     """The scaling state beside the weights, with its histories, if it has the same layout."""
     if not present(checkpoint.path / FILE_NAME):
         return None
-    state = _of_file(checkpoint, None)
+    state = _read_state(checkpoint, None)
     same = state.recipe is not None and layout(state.recipe) == layout(recipe)
     return state if same else None
 
@@ -189,15 +189,15 @@ def write_rolled(source: Path, out: Path, moved: ScalingCheckpoint, scales: Path
     checkpoint = open_checkpoint(source)
     format = format_of(source)
     if not checkpoint.fp8_linears:
-        state = _with(moved, _of_file(checkpoint, scales))
+        state = _replace_scales(moved, _read_state(checkpoint, scales))
         high_precision = [name for name in checkpoint.linears if f"{name}.input" not in state.tensors]
         write_calibrated(out, source, state, high_precision=high_precision, format=format)
         return
     stored = stored_linears(checkpoint)
     recipe = recipe_of(checkpoint, stored, format)
     has_file = scales is not None or present(source / FILE_NAME)
-    base = _of_file(checkpoint, scales) if has_file else _of_weights(moved, checkpoint, stored, recipe)
-    state = _with(moved, base)
+    base = _read_state(checkpoint, scales) if has_file else _state_of_weights(moved, checkpoint, stored, recipe)
+    state = _replace_scales(moved, base)
     if state.recipe is None or layout(state.recipe) != layout(recipe):
         raise ModelError(
             f"The weights of {source} are served with other scales than they are stored with; write them first: "
@@ -206,12 +206,14 @@ def write_rolled(source: Path, out: Path, moved: ScalingCheckpoint, scales: Path
     _write(out, checkpoint, stored, state, format)
 
 
-def _with(moved: ScalingCheckpoint, base: ScalingCheckpoint) -> ScalingCheckpoint:
+def _replace_scales(moved: ScalingCheckpoint, base: ScalingCheckpoint) -> ScalingCheckpoint:
     tensors = base.tensors | moved.tensors
     return replace(base, tensors=tensors, created_by=f"fp8serve {__version__} serve --roll-history")
 
 
-def _of_weights(moved: ScalingCheckpoint, checkpoint: Checkpoint, stored: _Stored, recipe: Recipe) -> ScalingCheckpoint:
+def _state_of_weights(
+    moved: ScalingCheckpoint, checkpoint: Checkpoint, stored: _Stored, recipe: Recipe
+) -> ScalingCheckpoint:
     """The scales stored with the weights; they had no histories, and the engine began new ones."""
     rules = delayed(moved.recipe)
     if rules is not None and isinstance(recipe, DelayedScaling):
@@ -219,7 +221,7 @@ def _of_weights(moved: ScalingCheckpoint, checkpoint: Checkpoint, stored: _Store
     return state_of(checkpoint, stored, recipe)
 
 
-def _of_file(checkpoint: Checkpoint, scales: Path | None) -> ScalingCheckpoint:
+def _read_state(checkpoint: Checkpoint, scales: Path | None) -> ScalingCheckpoint:
     path = checkpoint.path / FILE_NAME if scales is None else real_path(scales)
     state = load_scales(path, checkpoint.path)
     if scales is None:

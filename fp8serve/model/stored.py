@@ -24,7 +24,7 @@ from fp8serve.model.config.model_config import AnyConfig, ModelConfig
 from fp8serve.model.config.wrappers import read_text_config, text_shards
 from fp8serve.model.formats import interop
 from fp8serve.model.formats.interop import Quantization, ScaleKey
-from fp8serve.model.formats.microscaling import Widened, widened
+from fp8serve.model.formats.microscaling import Widened, widen
 from fp8serve.model.formats.scales import FILE_NAME, ScalingCheckpoint
 from fp8serve.model.formats.torchao import plain_names
 from fp8serve.model.formats.unstacked import unstacked
@@ -253,7 +253,7 @@ def open_checkpoint(model_dir: Path | str) -> Checkpoint:
         left_out += predicting
     shards = _by_module(shards, config)
     _check_number_of_experts(path, config, shards)
-    return Checkpoint(path, config, widened(shards), quantization, left_out)
+    return Checkpoint(path, config, widen(shards), quantization, left_out)
 
 
 def matrices_note(checkpoint: Checkpoint, *, rewritten: bool = False) -> tuple[str, ...]:

@@ -105,7 +105,7 @@ def parse_config(
         name = ENCODERS[raw["model_type"]].architecture
         raise ModelError(f"{where} is of an encoder of {name}'s family: it embeds or classifies, and writes no text.")
     if is_without_family(raw):
-        return _by_transformers(raw, generation or {}, where)
+        return _describe_class(raw, generation or {}, where)
     family = _family(raw, where)
     _refuse_unknown(raw, family, where)
     get = Reader(raw, family, where)
@@ -113,7 +113,7 @@ def parse_config(
     windows, latent = _windows(get, layers, where), latent_of(get)
     attention = latent_attention(get, latent) if latent else _attention(get, _head_dim(get, where), where)
     head_dim = attention["head_dim"]
-    turned = latent.rope if latent else rotary_dim(get, head_dim)
+    num_rotated = latent.rope if latent else rotary_dim(get, head_dim)
     # generation_config.json takes precedence, as in transformers: chat models list their end-of-turn tokens there
     eos = (generation or {}).get("eos_token_id")
     return ModelConfig(
@@ -129,8 +129,8 @@ def parse_config(
         head=head_of(raw, where) if classifies(raw) else None,
         mlp_bias=get.boolean("mlp_bias"),
         layer_windows=windows,
-        layer_ropes=layer_ropes(get, windows, max_len, turned),
-        rotary_dim=None if turned == head_dim else turned,
+        layer_ropes=layer_ropes(get, windows, max_len, num_rotated),
+        rotary_dim=None if num_rotated == head_dim else num_rotated,
         neighbours_pair=family.neighbours_pair and (not latent or get.boolean("rope_interleave")),
         query_scaling=query_scaling(get, max_len),
         bos_token_id=get.token("bos_token_id"),
@@ -151,7 +151,7 @@ def parse_config(
     )
 
 
-def _by_transformers(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def _describe_class(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
     """A process without torch does not load it but asks another process."""
     if "torch" in sys.modules:
         from fp8serve.model.transformers_backend.trial import describe  # here: it brings torch
@@ -260,7 +260,7 @@ def is_without_family(raw: Mapping[str, Any]) -> bool:
 
 def _family(raw: Mapping[str, Any], where: str) -> Family:
     family, names = FAMILIES.get(str(raw.get("model_type"))), raw.get("architectures")
-    if family is None or (names and names not in _spelled(family)):
+    if family is None or (names and names not in _class_names(family)):
         name = names[0] if isinstance(names, list) and names else raw.get("model_type")
         known = ", ".join(f.architecture for f in FAMILIES.values())
         more = "" if family else "; pip install 'fp8serve[transformers]' lets transformers' own classes compute others"
@@ -268,7 +268,7 @@ def _family(raw: Mapping[str, Any], where: str) -> Family:
     return family
 
 
-def _spelled(family: Family) -> list[list[str]]:
+def _class_names(family: Family) -> list[list[str]]:
     """The classes of a family: the one that writes text, and those that embed and classify."""
     ends, names = ("ForCausalLM", "Model", _CLASSIFIES), (family.architecture, family.published_as)
     return [[name.replace("ForCausalLM", end)] for name in names if name is not None for end in ends]

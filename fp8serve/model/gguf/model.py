@@ -24,7 +24,7 @@ from fp8serve.model.config.decoder import parse_config
 from fp8serve.model.config.families import FAMILIES
 from fp8serve.model.config.mixture import keeps_fp32
 from fp8serve.model.config.rope import Rope
-from fp8serve.model.gguf.families import RMS_EPS, Layout, decimal, dequantized, layout_of
+from fp8serve.model.gguf.families import RMS_EPS, Layout, decimal, dequantize, layout_of
 from fp8serve.model.gguf.reader import GgufFile
 from fp8serve.model.network.rotary import inverse_frequencies
 
@@ -151,8 +151,8 @@ def _yarn(file: GgufFile, arch: str, factor: Any) -> dict[str, Any]:
     return {"original_max_position_embeddings": original, **betas}
 
 
-def _check_heads(file: GgufFile, arch: str, head_dim: int, turned: int) -> None:
-    for key, expected in (("attention.value_length", head_dim), ("rope.dimension_count", turned)):
+def _check_heads(file: GgufFile, arch: str, head_dim: int, num_rotated: int) -> None:
+    for key, expected in (("attention.value_length", head_dim), ("rope.dimension_count", num_rotated)):
         size = file.get(f"{arch}.{key}", int)
         if size not in (None, expected):
             raise ModelError(f"{file.path}: {arch}.{key} is {size}, but a head has {head_dim} elements.")
@@ -165,7 +165,7 @@ def _rope(config: dict[str, Any]) -> Rope:
 
 def _llama3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     """The parameters that give the factors in the file, by which frequencies are divided."""
-    factors = dequantized(file.tensors[ROPE_FACTORS], torch.float32)
+    factors = dequantize(file.tensors[ROPE_FACTORS], torch.float32)
     plain = inverse_frequencies(config["head_dim"], _rope(config))
     for candidate in _llama3_candidates(float(factors.max())):
         stretched = inverse_frequencies(config["head_dim"], _rope(config | {"rope_scaling": candidate}))
@@ -233,14 +233,14 @@ class Weights(Mapping[str, Tensor]):
     def _parts(self, ours: str, tensor: Any) -> dict[str, Callable[[], Tensor]]:
         """`tensor` itself, or every expert's part of a stack."""
         if "{}" not in ours:
-            return {ours: partial(self._one, ours, tensor)}
+            return {ours: partial(self._dequantize, ours, tensor)}
         experts = int(tensor.shape[-1])
-        return {ours.format(e): partial(dequantized, tensor, expert=e) for e in range(experts)}
+        return {ours.format(e): partial(dequantize, tensor, expert=e) for e in range(experts)}
 
-    def _one(self, name: str, tensor: Any) -> Tensor:
+    def _dequantize(self, name: str, tensor: Any) -> Tensor:
         if self._layout.one_added and name.endswith("norm.weight"):
-            return (dequantized(tensor, torch.float32) - 1).to(torch.bfloat16)
-        weight = dequantized(tensor, torch.float32 if keeps_fp32(name) else torch.bfloat16)
+            return (dequantize(tensor, torch.float32) - 1).to(torch.bfloat16)
+        weight = dequantize(tensor, torch.float32 if keeps_fp32(name) else torch.bfloat16)
         match = PERMUTED.fullmatch(name) if self._layout.pairs else None
         if name.endswith(_ROW):  # the converter drops dimensions of size 1
             return weight.reshape(1, -1)
@@ -251,7 +251,7 @@ def with_kv_b(makers: dict[str, Callable[[], Tensor]]) -> dict[str, Callable[[],
     """DeepSeek's `kv_b_proj` [heads * (nope + value), rank], which newer files have in two parts: `k_b` [heads, rank,
     still] and `v_b` [heads, value, rank]."""
 
-    def joined(keys: Callable[[], Tensor], values: Callable[[], Tensor]) -> Tensor:
+    def join(keys: Callable[[], Tensor], values: Callable[[], Tensor]) -> Tensor:
         return torch.cat((keys().transpose(1, 2), values()), 1).flatten(0, 1)
 
     result = dict(makers)
@@ -259,7 +259,7 @@ def with_kv_b(makers: dict[str, Callable[[], Tensor]]) -> dict[str, Callable[[],
         owner, is_keys, _ = name.partition(".k_b_proj.weight")
         if is_keys and f"{owner}.v_b_proj.weight" in result:
             parts = result.pop(name), result.pop(f"{owner}.v_b_proj.weight")
-            result[f"{owner}.kv_b_proj.weight"] = partial(joined, *parts)
+            result[f"{owner}.kv_b_proj.weight"] = partial(join, *parts)
     return result
 
 

@@ -92,8 +92,8 @@ class LatentAttention(nn.Module):
             if x.size(0) == 0:
                 return x
         first, second = mixed.chunk(2, -1)  # in rotary.py's order, of which a part is rotated
-        turned = self.latent.rope // 2
-        values = self.kv_b_proj.of_values(torch.cat((first[..., turned:], second[..., turned:]), -1).to(x.dtype))
+        half = self.latent.rope // 2
+        values = self.kv_b_proj.of_values(torch.cat((first[..., half:], second[..., half:]), -1).to(x.dtype))
         return add_projection(x, self._modules["o_proj"], values.flatten(1), ending)  # type: ignore[arg-type]
 
     def matrices(self) -> Iterator[nn.Module | Projections]:
@@ -109,9 +109,9 @@ class LatentAttention(nn.Module):
         if sizes.q_rank is not None:
             q = self.q_b_proj(direct(self.q_a_layernorm)(q))
         q_nope, q_rope = q.view(x.size(0), self.heads, -1).split_with_sizes((sizes.nope, sizes.rope), -1)
-        latent, turned = key.split_with_sizes((sizes.rank, sizes.rope), -1)
+        latent, rope_key = key.split_with_sizes((sizes.rank, sizes.rope), -1)
         query = torch.cat((q_rope, self.kv_b_proj.of_queries(q_nope)), -1)
-        shared = torch.cat((turned, direct(self.kv_a_layernorm)(latent.contiguous())), -1)[:, None]
+        shared = torch.cat((rope_key, direct(self.kv_a_layernorm)(latent.contiguous())), -1)[:, None]
         if place.order is not None:
             query, shared = query.index_select(-1, place.order), shared.index_select(-1, place.order)
         return query, shared, shared

@@ -49,7 +49,7 @@ class Attention(nn.Module):
         half = torch.arange(len(qkv), device=q.device).float()[:, None] * (1.0 / self.theta**steps)
         angles = torch.cat((half, half), 1)
         cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
-        q, k = _turned(q, cos, sin), _turned(k, cos, sin)
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
         return F.scaled_dot_product_attention(q, k, v, self._near(len(qkv), q.device)).squeeze(0).transpose(0, 1)
 
     def _near(self, length: int, device: torch.device) -> Tensor | None:
@@ -60,7 +60,7 @@ class Attention(nn.Module):
         return (at[:, None] - at).abs() <= self.window
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.float().chunk(2, -1)
     return (x.float() * cos + torch.cat((-b, a), -1) * sin).to(x.dtype)
 

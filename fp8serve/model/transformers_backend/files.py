@@ -75,14 +75,14 @@ def _rename(source: str, target: str) -> Rename:
     return lambda name: pattern.sub(target, name)
 
 
-def turned(tensors: Mapping[str, Tensor], linears: Collection[str]) -> dict[str, Tensor]:
+def transpose_weights(tensors: Mapping[str, Tensor], linears: Collection[str]) -> dict[str, Tensor]:
     """The tensors of a model as files have them, or back: the weights of `linears` are transposed."""
     return {
         n: t.t().contiguous() if n.rpartition(".")[0] in linears and t.dim() == 2 else t for n, t in tensors.items()
     }
 
 
-def as_multiplied(shards: Shards, config: Mapping[str, Any]) -> Shards:
+def transpose_gpt2(shards: Shards, config: Mapping[str, Any]) -> Shards:
     """Every weight [out, in], by the names of GPT-2's layers, for code that does not build the model."""
     if config.get("model_type") != "gpt2":
         return shards
@@ -94,14 +94,16 @@ class TransposedShards(Shards):
 
     def __init__(self, stored: Shards, linears: Collection[str]) -> None:
         self._stored = stored
-        self._turned = {n for n, e in stored.entries.items() if n.rpartition(".")[0] in linears and len(e.shape) == 2}
-        super().__init__({name: self._described(name) for name in stored.entries}, stored.metadata)
+        self._transposed = {
+            n for n, e in stored.entries.items() if n.rpartition(".")[0] in linears and len(e.shape) == 2
+        }
+        super().__init__({name: self._entry(name) for name in stored.entries}, stored.metadata)
 
     def __getitem__(self, name: str) -> Tensor:
         """As Shards, but a transposed matrix is a copy."""
         tensor = self._stored[name]
-        return tensor.t().contiguous() if name in self._turned else tensor
+        return tensor.t().contiguous() if name in self._transposed else tensor
 
-    def _described(self, name: str) -> StoredTensor:
+    def _entry(self, name: str) -> StoredTensor:
         entry = self._stored.entries[name]
-        return replace(entry, shape=entry.shape[::-1]) if name in self._turned else entry
+        return replace(entry, shape=entry.shape[::-1]) if name in self._transposed else entry

@@ -119,7 +119,7 @@ def build(config_json: str, attention: str, dtype: torch.dtype = torch.bfloat16)
         if isinstance(problem, KeyError) and attention in problem.args:  # it looks up a class of its own
             raise ModelError(OWN_ATTENTION.format(_name(raw))) from problem
         raise ModelError(
-            f"transformers {__version__} does not build {_name(raw)} from this config.json: {quoted(problem)}."
+            f"transformers {__version__} does not build {_name(raw)} from this config.json: {quote(problem)}."
         ) from problem
     check_mixture(model, raw["model_type"], _name(raw))
     take_apart(model, dtype)
@@ -169,7 +169,7 @@ def check(model: Any, name: str) -> None:
                 )
 
 
-def quoted(problem: Exception) -> str:
+def quote(problem: Exception) -> str:
     """Another library's message, as a quotation at the end of a sentence."""
     return f"{one_line(problem)!r}" if str(problem).strip() else type(problem).__name__
 
@@ -208,7 +208,7 @@ class TransformersModel(nn.Module):
         self.config = config
         self._class = cast(TransformersClass, config.computed_by)
         built: Any = build(self._class.config_json, SERVED, dtype)
-        self.transposed = as_linears(built)  # whose weights are transposed in files
+        self.transposed = replace_conv1d(built)  # whose weights are transposed in files
         for name, child in built.named_children():
             self.add_module(name, child)
         self.whole = (built,)  # in a tuple, because its modules are already registered
@@ -305,7 +305,7 @@ class TransformersModel(nn.Module):
         yield from (self.get_submodule(name) for name in (*alone, self.head_name))
 
 
-def as_linears(model: nn.Module) -> frozenset[str]:
+def replace_conv1d(model: nn.Module) -> frozenset[str]:
     """Replace every Conv1D of `model` by a linear layer without weights; returns their names."""
     from transformers.pytorch_utils import Conv1D
 

@@ -70,11 +70,11 @@ class AttentionCall:
 
 def describe(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
     """The configuration of a model that transformers builds. ModelError: it cannot be served, and why."""
-    return _described(json.dumps(raw, sort_keys=True), json.dumps(generation, sort_keys=True), where)
+    return _describe(json.dumps(raw, sort_keys=True), json.dumps(generation, sort_keys=True), where)
 
 
 @cache
-def _described(config_json: str, generation_json: str, where: str) -> ModelConfig:
+def _describe(config_json: str, generation_json: str, where: str) -> ModelConfig:
     raw, generation = json.loads(config_json), json.loads(generation_json)
     model: Any = build(config_json, attention=TRIED)
     name, config = type(model).__name__, model.config.get_text_config()
@@ -254,10 +254,10 @@ def check_against_class(model: TransformersModel) -> None:
     sequences = list(torch.split(ids.to(device), LENGTHS))
     chosen: dict[str, list[ChosenExperts]] = {mixture: [] for mixture in mixtures(model)}
     with _hooked(model, lambda mixture: lambda module, args: chosen[mixture].append(args[1:])):
-        theirs = [_theirs(model, sequence) for sequence in sequences]
+        theirs = [_hidden_of_class(model, sequence) for sequence in sequences]
     agree: list[Tensor] = []
-    with _hooked(model, lambda mixture: _imposing(chosen[mixture], agree)):
-        result = _ours(model, sequences).float()
+    with _hooked(model, lambda mixture: _impose(chosen[mixture], agree)):
+        result = _hidden_of_model(model, sequences).float()
     expected = torch.cat(theirs)
     near = (result - expected).norm(dim=-1) <= TOLERANCE * expected.norm(dim=-1)
     if not near.all() or (agree and float(torch.cat(agree).float().mean()) < MOST):
@@ -275,7 +275,7 @@ def _hooked(model: TransformersModel, hook: Callable[[str], Hook]) -> Iterator[N
             handle.remove()
 
 
-def _imposing(choices: list[ChosenExperts], agree: list[Tensor]) -> Hook:
+def _impose(choices: list[ChosenExperts], agree: list[Tensor]) -> Hook:
     """Replaces the choices of one pass by those of all sequences, and records which are the same."""
     chosen, weights = (torch.cat(parts) for parts in zip(*choices, strict=True))
 
@@ -286,7 +286,7 @@ def _imposing(choices: list[ChosenExperts], agree: list[Tensor]) -> Hook:
     return hook
 
 
-def _ours(model: TransformersModel, sequences: list[Tensor]) -> Tensor:
+def _hidden_of_model(model: TransformersModel, sequences: list[Tensor]) -> Tensor:
     """Hidden states of all sequences in one pass."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -296,7 +296,7 @@ def _ours(model: TransformersModel, sequences: list[Tensor]) -> Tensor:
     return model(torch.cat(sequences), positions, rotated(attend))  # type: ignore[no-any-return]
 
 
-def _theirs(model: TransformersModel, sequence: Tensor) -> Tensor:
+def _hidden_of_class(model: TransformersModel, sequence: Tensor) -> Tensor:
     """The hidden states that the class by itself gives its head."""
     built: Any = model.whole[0]
     seen: list[Tensor] = []
