@@ -16,7 +16,7 @@ from fp8serve.engine.scheduler import Work
 from fp8serve.engine.step import CudaCapture
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling
-from fp8serve.model.config.decoder import ModelConfig
+from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.config.rope import Rope
 from fp8serve.model.network.decoder import Decoder
 

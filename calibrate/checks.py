@@ -9,7 +9,7 @@ from fp8serve.calibration.techniques.precision import Target
 from fp8serve.errors import DataError, MachineError, ModelError, RecipeError
 from fp8serve.fp8.recipe import Recipe, delayed, name_of, to_json, trains
 from fp8serve.fp8.selfcheck import prepare_device
-from fp8serve.model.config.decoder import ModelConfig
+from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.formats.quantization_config import quantization_files
 from fp8serve.model.storage.files import check_absent, check_writable
 from fp8serve.model.stored import matrices_note, open_checkpoint

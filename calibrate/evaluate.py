@@ -71,7 +71,7 @@ def evaluate(
     check_device(settings.device)
     stages, source = Stages(progress), Path(model_dir)
     with stages.stage("load"):
-        model = load_servable(source, named(recipe), scales=scales, device=settings.device, head=head_dtype)
+        model = load_servable(source, recipe_of_name(recipe), scales=scales, device=settings.device, head=head_dtype)
         reference = None if against is None else _reference(model, source, Path(against), settings.device)
         limit, notes = fitting(settings.seq_len, *(m.config for m in (model, reference) if m is not None))
         samples = load_samples(
@@ -101,7 +101,7 @@ def evaluate(
     )
 
 
-def named(recipe: RecipeChoice | Recipe) -> Literal["stored", "bf16"] | Recipe:
+def recipe_of_name(recipe: RecipeChoice | Recipe) -> Literal["stored", "bf16"] | Recipe:
     """The recipe of a name; "stored" and "bf16" name none. RecipeError: there is no such name."""
     if recipe == "stored" or not isinstance(recipe, str):
         return recipe
@@ -174,8 +174,8 @@ def evaluate_encoder(
     check_device(settings.device)
     stages, source = Stages(progress), Path(model_dir)
     with stages.stage("load"):
-        model = _served(source, named(recipe), scales, settings.device)
-        reference = None if against is None else _served(Path(against), "bf16", None, settings.device)
+        model = _load_served(source, recipe_of_name(recipe), scales, settings.device)
+        reference = None if against is None else _load_served(Path(against), "bf16", None, settings.device)
         if reference is not None:
             check_comparable(model, reference, source, Path(str(against)))
         elif model.config.head is not None:
@@ -210,7 +210,7 @@ def evaluate_encoder(
     )
 
 
-def _served(source: Path, recipe: Any, scales: Path | str | None, device: str) -> AnyModel:
+def _load_served(source: Path, recipe: Any, scales: Path | str | None, device: str) -> AnyModel:
     """The model as it is served, so that no row depends on another."""
     model = load_reader(source, recipe, scales, device)
     for module in model.modules():

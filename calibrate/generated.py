@@ -23,7 +23,8 @@ from fp8serve.calibration.progress import Stages
 from fp8serve.calibration.result import GeneratedReport
 from fp8serve.model.building import Model
 from fp8serve.model.checkpoint import kv_scales, load_servable
-from fp8serve.model.network.decoder import Attend, rotated
+from fp8serve.model.network.decoder import rotated
+from fp8serve.model.network.rotary import Attend
 from fp8serve.model.storage.memory import free_memory
 from fp8serve.model.text.tokenizer import Tokenizer
 

@@ -19,7 +19,6 @@ channel's size is useless, and smoothing removes it.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -59,7 +58,9 @@ class GridTally:
         self.channels = largest if self.channels is None else torch.maximum(self.channels, largest)
         codes = q.view(torch.uint8).flatten() & 0x7F
         self.counts += torch.bincount(codes, minlength=128).cpu()
-        for exact, got, scale in _slices(x, q, scale_inv):
+        rows = max(1, SLICE // max(1, q.shape[1]))
+        scales = torch.broadcast_to(expand(scale_inv, *q.shape), q.shape)
+        for exact, got, scale in zip(*(torch.split(t, rows) for t in (x, q, scales)), strict=True):
             wide, back = exact.float(), got.float() * scale
             self.peak = max(self.peak, float((wide.abs() / scale).max()))
             self.signal += float(wide.square().sum(dtype=torch.float64))
@@ -88,13 +89,6 @@ class GridTally:
 def sqnr(signal: float, noise: float) -> float | None:
     """10 log10 of the ratio of two powers. None: there is no noise (or no signal), so the ratio has no meaning."""
     return None if noise == 0 or signal == 0 else 10 * math.log10(signal / noise)
-
-
-def _slices(x: Tensor, q: Tensor, scale_inv: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Some rows of each at a time."""
-    rows = max(1, SLICE // max(1, q.shape[1]))
-    scales = torch.broadcast_to(expand(scale_inv, *q.shape), q.shape)
-    return zip(*(torch.split(t, rows) for t in (x, q, scales)), strict=True)
 
 
 def _short(share: float) -> float:

@@ -68,12 +68,12 @@ def counting(decoder: Model, *, all_experts: bool) -> Iterator[Counts]:
     counts |= {name: mixture.tokens.cpu().clone() for name, mixture in mixtures(decoder).items()}
 
 
-def added(shares: Sequence[Counts]) -> Counts:
+def sum_counts(shares: Sequence[Counts]) -> Counts:
     """The counts of several processes."""
     return {name: torch.stack([share[name] for share in shares]).sum(0) for name in shares[0]}
 
 
-def starved(counts: Mapping[str, Tensor]) -> list[str]:
+def unreached_experts(counts: Mapping[str, Tensor]) -> list[str]:
     """The names of the experts without a token."""
     return [f"{name}.experts.{i}" for name, tokens in counts.items() for i, n in enumerate(tokens.tolist()) if n == 0]
 
@@ -86,7 +86,7 @@ def listed(names: Sequence[str]) -> str:
 
 def experts_note(counts: Mapping[str, Tensor], *, all_experts: bool) -> tuple[str, ...]:
     """A sentence for the report where experts went without tokens."""
-    names = starved(counts)
+    names = unreached_experts(counts)
     if not names:
         return ()
     message = "their scales come from tokens of other experts" if all_experts else "nothing of them was observed"
@@ -119,7 +119,7 @@ class Observer:
         kv_layers: Iterable[str] = (),
     ) -> None:
         self.linears, self.target = linears, target
-        self.recipe = recipe = observing(target)
+        self.recipe = recipe = observation_recipe(target)
         self.roles = ("input", "weight", "grad_output") if gradients else ("input", "weight")
         device = next(iter(linears.values())).weight.device
         names = [f"{layer}.{part}" for layer in kv_layers for part in "kv"]
@@ -182,7 +182,7 @@ class Observer:
             _note(self.seen[name], newest, int(steps), int(nonfinite))
 
 
-def observing(recipe: DelayedScaling) -> DelayedScaling:
+def observation_recipe(recipe: DelayedScaling) -> DelayedScaling:
     """`recipe` as calibration runs it: in this process, every batch makes a scale, and a history can hold one."""
     return replace(recipe, interval=1, amax_history_len=max(2, recipe.amax_history_len), reduce_amax=False)
 
@@ -249,7 +249,7 @@ def check(seen: Mapping[str, Seen], needed: Collection[str], batches: int) -> No
 
 def check_experts(tokens: Counts, batches: int) -> None:
     """ScalesError naming experts that no token reached."""
-    if names := starved(tokens):
+    if names := unreached_experts(tokens):
         raise ScalesError(
             f"No token of {batches} batches reached {listed(names)}, so no scale can be found for their inputs; "
             "calibrate on more data, or send every token through every expert while observing (--all-experts)."
@@ -285,9 +285,12 @@ def observe(
     passes = _forward_and_backward if gradients else _layer_by_layer
     with ranks.together(), counting(decoder, all_experts=all_experts) as tokens:
         passes(decoder, ranks.own(batches), observer, stages)
-    observer.tokens = added(ranks.gather(tokens))
+    observer.tokens = sum_counts(ranks.gather(tokens))
     if ranks.size > 1:
-        observer.replay(_in_order(ranks.gather(_by_batch(observer)), len(batches)))
+        # batches are dealt out to ranks one by one
+        columns = {name: seen.staged for name, seen in observer.seen.items()}
+        shares = ranks.gather([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
+        observer.replay([shares[index % len(shares)][index // len(shares)] for index in range(len(batches))])
     needed = observer.kv if delayed(recipe) is None else observer.seen
     if needed is observer.seen and not all_experts:
         check_experts(observer.tokens, len(batches))
@@ -306,17 +309,6 @@ def observe_texts(
         observer.end_batch()
     check(observer.seen, () if delayed(recipe) is None else observer.seen, len(batches))
     return observer
-
-
-def _by_batch(observer: Observer) -> list[dict[str, float]]:
-    """The amaxes that every batch staged, by the names of tensors."""
-    columns = {name: seen.staged for name, seen in observer.seen.items()}
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
-def _in_order(shares: Sequence[Sequence[T]], count: int) -> list[T]:
-    """Batches that were dealt out to ranks one by one."""
-    return [shares[index % len(shares)][index // len(shares)] for index in range(count)]
 
 
 @torch.no_grad()

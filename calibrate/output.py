@@ -237,13 +237,13 @@ def _tensor_scale(name: str, state: ScalingState) -> TensorScale:
     return TensorScale(state.scale.cpu(), state.amax_history.cpu() if keep else None)
 
 
-def _tensor_reports(observer: Observer, kept: Mapping[str, ScalingState]) -> tuple[TensorReport, ...]:
+def _tensor_reports(observer: Observer, stored: Mapping[str, ScalingState]) -> tuple[TensorReport, ...]:
     return tuple(
         TensorReport(
             name=name,
             amax=seen.amax,
-            scale=float(kept[name].scale) if name in kept else None,
-            limit=_limit(name, kept[name], observer.recipe) if name in kept else None,
+            scale=float(stored[name].scale) if name in stored else None,
+            limit=_limit(name, stored[name], observer.recipe) if name in stored else None,
             observations=seen.batches,
             history=tuple(float(f"{value:.6g}") for value in seen.newest),
         )
@@ -273,7 +273,11 @@ def versions() -> dict[str, str]:
 
 def origin_of(command: str) -> Origin:
     """Now and here."""
-    machine = f"{platform.system()} on {_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    processor = next(names, platform.machine())  # Linux has the name, other systems only the kind
+    machine = f"{platform.system()} on {processor}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
     return Origin(command, datetime.now(UTC).isoformat(timespec="seconds"), machine)
 
 
@@ -282,11 +286,3 @@ def call(function: str, model: Path, **arguments: Any) -> str:
     values = {name: str(value) if isinstance(value, Path) else value for name, value in arguments.items()}
     listed = ", ".join(f"{name}={value!r}" for name, value in values.items() if value is not None)
     return f"fp8serve.{function}({', '.join(filter(None, (repr(str(model)), listed)))})"
-
-
-def _processor() -> str:
-    """The processor's name where the system has it (Linux), else its kind."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())

@@ -26,8 +26,9 @@ from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.ops import dequantize, quantize
 from fp8serve.fp8.served_attention import served_attention
 from fp8serve.model.building import AnyModel, Model
-from fp8serve.model.network.decoder import Attend, rotated
+from fp8serve.model.network.decoder import rotated
 from fp8serve.model.network.encoder import Encoder
+from fp8serve.model.network.rotary import Attend
 from fp8serve.model.storage.memory import trim
 from fp8serve.model.storage.shards import release_pages
 

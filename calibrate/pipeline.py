@@ -53,16 +53,15 @@ from fp8serve.calibration.techniques.input_scales import searched_amaxes
 from fp8serve.calibration.techniques.precision import groups_of, left_out
 from fp8serve.calibration.techniques.rounding import round_weights
 from fp8serve.calibration.techniques.smoothing import FACTORS, pairs, smooth
-from fp8serve.calibration.unfinished import Once, Unfinished, description, every_time, recorded
+from fp8serve.calibration.unfinished import Once, Unfinished, description, every_time, record_observer
 from fp8serve.calibration.unfinished import restore_observer as restore_observer
 from fp8serve.fp8.conversion import convert
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
 from fp8serve.model.building import AnyModel, Model
 from fp8serve.model.checkpoint import load_reader, load_servable, open_checkpoint
-from fp8serve.model.config.decoder import computed_by_note
-from fp8serve.model.config.either import AnyConfig
 from fp8serve.model.config.encoder import EncoderConfig
+from fp8serve.model.config.model_config import AnyConfig, computed_by_note
 from fp8serve.model.config.sentence import has_pooling
 from fp8serve.model.config.wrappers import left_out_notes
 from fp8serve.model.network.encoder import Encoder
@@ -141,7 +140,7 @@ def _calibrate(
     """All stages after loading. once: stores the result of a stage, or returns that of an earlier run."""
     if job.options.smoothing is not None:
         _smooth(job, job.options.smoothing, once, ranks)
-    restore_observer(job.observer, once("observed", lambda: recorded(job.judge.observe(job, ranks))))
+    restore_observer(job.observer, once("observed", lambda: record_observer(job.judge.observe(job, ranks))))
     job.notes += experts_note(job.observer.tokens, all_experts=job.options.all_experts)
     job.states = settle(job.observer, _searched_amaxes(job))
     if job.options.rounding == "gptq":
@@ -178,7 +177,7 @@ def _embedding_job(source: Path, recipe: Recipe, options: CalibrationOptions, st
     """A model that embeds, and texts; nothing observed yet."""
     with stages.stage("load"):
         model = load_reader(source, "bf16", device=options.device)
-        linears = _converted(model, () if isinstance(model, Encoder) else (model.head_name,))
+        linears = _convert(model, () if isinstance(model, Encoder) else (model.head_name,))
         batches = _batches(
             replace(options, seq_len=min(options.seq_len, model.config.max_length)), source, model.config
         )
@@ -192,10 +191,10 @@ def _embedding_job(source: Path, recipe: Recipe, options: CalibrationOptions, st
 def load(source: Path, device: str) -> tuple[Model, dict[str, Linear]]:
     """The decoder in BF16 with mapped, frozen weights, and its converted linears by name."""
     decoder = load_servable(source, "bf16", device=device)
-    return decoder, _converted(decoder, (decoder.head_name,))
+    return decoder, _convert(decoder, (decoder.head_name,))
 
 
-def _converted(model: AnyModel, skip: tuple[str, ...]) -> dict[str, Linear]:
+def _convert(model: AnyModel, skip: tuple[str, ...]) -> dict[str, Linear]:
     convert(model.requires_grad_(False), skip=skip)
     return {name: cast(Linear, model.get_submodule(name)) for name in model.linear_names()}
 

@@ -103,7 +103,12 @@ class Unfinished:
 
     def _keep(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         try:
-            self._begin()
+            if self._lock is None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._take()
+                write_json(self.folder / "run.tmp", self._description)
+                fsync(self.folder / "run.tmp")
+                (self.folder / "run.tmp").rename(self.folder / RUN)
             temporary = path.with_suffix(".tmp")
             save_tensors(temporary, {n: t.detach().cpu().contiguous() for n, t in tensors.items()}, METADATA)
             fsync(temporary)
@@ -112,33 +117,21 @@ class Unfinished:
         except OSError as e:
             raise MachineError(f"{path} could not be written: {e.strerror or e}; go on later with --resume.") from e
 
-    def _begin(self) -> None:
-        if self._lock is None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._take()
-            write_json(self.folder / "run.tmp", self._description)
-            fsync(self.folder / "run.tmp")
-            (self.folder / "run.tmp").rename(self.folder / RUN)
-
 
 def description(
     source: Path, recipe: Recipe, settings: CalibrationOptions, batches: Batches, versions: Mapping[str, str]
 ) -> dict[str, Any]:
     """Everything that decides a calibration's results, by its option names: a run resumes only if all are equal."""
     options = {name: value for name, value in asdict(settings).items() if name not in ("resume", "data", "holdout")}
-    arguments = {"model": fingerprint(source), "recipe": to_json(recipe), "samples read": _digest(batches)}
+    digest = sha256()
+    for batch in (*batches.calibration, *batches.held_out):
+        digest.update(json.dumps([batch.ids.tolist(), batch.targets.tolist(), batch.lengths]).encode())
+    arguments = {"model": fingerprint(source), "recipe": to_json(recipe), "samples read": digest.hexdigest()[:32]}
     results: dict[str, Any] = json.loads(json.dumps(arguments | options | dict(versions)))
     return results
 
 
-def _digest(batches: Batches) -> str:
-    digest = sha256()
-    for batch in (*batches.calibration, *batches.held_out):
-        digest.update(json.dumps([batch.ids.tolist(), batch.targets.tolist(), batch.lengths]).encode())
-    return digest.hexdigest()[:32]
-
-
-def recorded(observer: Observer) -> dict[str, Tensor]:
+def record_observer(observer: Observer) -> dict[str, Tensor]:
     """By the tensor's name and a field: the fields of its state, and `seen`, FP64 [running amax, newest amaxes]. By a
     mixture's name and `tokens`: the counts of its experts."""
     results = {f"{name}{TOKENS}": counts for name, counts in observer.tokens.items()}
@@ -149,12 +142,12 @@ def recorded(observer: Observer) -> dict[str, Tensor]:
     return results
 
 
-def restore_observer(observer: Observer, found: Mapping[str, Tensor]) -> None:
+def restore_observer(observer: Observer, tensors: Mapping[str, Tensor]) -> None:
     """Restore the recorded observations into an `observer` of the same tensors."""
-    observer.tokens = {name.removesuffix(TOKENS): found[name].clone() for name in found if name.endswith(TOKENS)}
+    observer.tokens = {name.removesuffix(TOKENS): tensors[name].clone() for name in tensors if name.endswith(TOKENS)}
     for name, state in observer.states().items():
-        _set(state, {field: found[f"{name}.{field}"] for field in FIELDS})
-        amax, *newest = found[f"{name}.seen"].tolist()
+        _set(state, {field: tensors[f"{name}.{field}"] for field in FIELDS})
+        amax, *newest = tensors[f"{name}.seen"].tolist()
         steps, nonfinite = int(state.steps), int(state.nonfinite)
         observer.seen[name] = Seen(amax, steps, nonfinite, deque(newest, maxlen=HISTORY_LENGTH))
 

@@ -97,7 +97,8 @@ _BF16 = {"runs": "torch", "why": "no FP8: torch's own high-precision kernels"}
 def _model(name: str | None) -> tuple[dict[str, str] | None, list[str]]:
     """(description of the model and of what computes it, problems); needs no weights."""
     from fp8serve.hub import find_model
-    from fp8serve.model.config.either import computed_by, read_any_config
+    from fp8serve.model.config.decoder import read_any_config
+    from fp8serve.model.config.model_config import computed_by
 
     if name is None:
         return None, []

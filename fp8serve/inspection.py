@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fp8serve.errors import ModelError, ScalesError
 from fp8serve.model.checkpoint import cache_refusal, check_servable
-from fp8serve.model.config.either import ComputedBy, computed_by
 from fp8serve.model.config.encoder import EncoderConfig
+from fp8serve.model.config.model_config import ComputedBy, computed_by
 from fp8serve.model.config.wrappers import left_out_notes
 from fp8serve.model.formats import interop, transformer_engine
 from fp8serve.model.formats.scales import FILE_NAME, FORMAT, ScalingCheckpoint, problems, read_scales

@@ -46,7 +46,7 @@ ALLOWED_IN_MODEL = {
     "config": {"config", "storage", "transformers_backend"},  # which describes what has no family
     "network": {"network", "config", "storage"},
     "transformers_backend": {"transformers_backend", "network", "config", "storage"},
-    "formats": {"formats", "transformers_backend", "config", "storage"},
+    "formats": {"formats", "config", "storage"},
 }
 """What a room of `model/` may import of it. Modules that lie in no room, `gguf` and `verify` may import any."""
 API_FAMILIES = ("native", "openai", "anthropic_messages", "responses")

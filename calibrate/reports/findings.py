@@ -95,8 +95,8 @@ def evaluation_findings(report: EvalReport) -> list[Finding]:
     return _in_order((_cost(report.quality, ()), *_of_layers(report.layers)))
 
 
-def _in_order(found: Iterable[Finding | None]) -> list[Finding]:
-    return sorted((f for f in found if f is not None), key=lambda finding: not finding.trouble)
+def _in_order(candidates: Iterable[Finding | None]) -> list[Finding]:
+    return sorted((f for f in candidates if f is not None), key=lambda finding: not finding.trouble)
 
 
 def _of_layers(layers: Sequence[LayerReport]) -> tuple[Finding | None, ...]:

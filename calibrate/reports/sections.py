@@ -76,10 +76,10 @@ def heading(title: str, verdict: str, notes: Sequence[str]) -> str:
     return f"<h1>{escape(title)}</h1>" + "".join(paragraph(text, "lead") for text in (verdict, *notes))
 
 
-def what_to_know(found: Sequence[Finding]) -> str:
+def what_to_know(findings: Sequence[Finding]) -> str:
     """The findings, or a sentence that nothing is wrong."""
-    calm = [] if any(finding.trouble for finding in found) else [Finding("Nothing here needs attention.")]
-    items = (f'<li class="{"trouble" if f.trouble else "calm"}">{coded(f.text)}</li>' for f in (*calm, *found))
+    calm = [] if any(finding.trouble for finding in findings) else [Finding("Nothing here needs attention.")]
+    items = (f'<li class="{"trouble" if f.trouble else "calm"}">{coded(f.text)}</li>' for f in (*calm, *findings))
     return f'<ul class="findings">{"".join(items)}</ul>'
 
 
@@ -155,9 +155,11 @@ def in_bf16(groups: Sequence[LinearGroup], cost: str, costs: Sequence[float | No
     )
 
 
-def facts(made: Origin | None, arguments: Mapping[str, Any]) -> str:
+def facts(origin: Origin | None, arguments: Mapping[str, Any]) -> str:
     """How to repeat the run, and its inputs."""
-    command = f"<pre>{escape(made.command)}</pre><p>{escape(made.date)}, {escape(made.machine)}</p>" if made else ""
+    command = (
+        f"<pre>{escape(origin.command)}</pre><p>{escape(origin.date)}, {escape(origin.machine)}</p>" if origin else ""
+    )
     text = escape(json.dumps(arguments, indent=2, ensure_ascii=False))
     folded = details("Recipe, data, versions", f"<pre>{text}</pre>")
     return section("How it was made", "Repeat it with this command.", command, folded)
@@ -197,14 +199,11 @@ def _layer_table(layers: Sequence[LayerReport], tensors: Sequence[TensorReport])
     rows = []
     for layer in layers:
         lost = (percent(f) for f in (layer.saturated, layer.rounded_to_top, layer.underflowed))
-        seen = _seen(by_name.get(f"{layer.name}.input"))
+        tensor = by_name.get(f"{layer.name}.input")
+        seen = (NONE, NONE) if tensor is None else (number(tensor.amax), number(tensor.scale))
         rows.append([escape(layer.name), number(layer.kl), *sqnrs(layer), *lost, *seen])
     head = ("layer", "KL, nats", "SQNR", "of input", "of weight", "cut off", "at the top", "underflowed")
     return table((*head, "input amax", "input scale"), rows)
-
-
-def _seen(tensor: TensorReport | None) -> tuple[str, str]:
-    return (NONE, NONE) if tensor is None else (number(tensor.amax), number(tensor.scale))
 
 
 def noise(layers: Sequence[LayerReport]) -> str:

@@ -142,8 +142,8 @@ def summary_table(report: CalibrationReport, worst: int = 5) -> Table:
     return table
 
 
-def _group_cost(kept: LinearGroup) -> str:
-    return f", {size(kept.bytes)}" + ("" if kept.kl is None else f" (FP8: KL {kept.kl:.2g} nats)")
+def _group_cost(group: LinearGroup) -> str:
+    return f", {size(group.bytes)}" + ("" if group.kl is None else f" (FP8: KL {group.kl:.2g} nats)")
 
 
 def eval_table(report: EvalReport, worst: int = 5) -> Table:

@@ -74,7 +74,10 @@ def heal(
     with _masters(linears, rounded) as masters:
         optimizer, losses = torch.optim.AdamW(masters, betas=(0.9, 0.95), weight_decay=0.0), list[float]()
         for step, batch in enumerate((stages or Stages()).steps("heal", order)):
-            losses.append(_gradients(decoder, reference, batch, recipe, observer))
+            with autocast(recipe=reduced(recipe, by_group=False)):
+                hidden = forward(decoder, batch, observer.tap)
+            losses.append(_backward(decoder, hidden, reference, batch))
+            observer.end_batch()
             if not math.isfinite(losses[-1]):
                 raise ModelError(f"Healing diverged: the loss of step {step + 1} is {losses[-1]}; lower heal_rate.")
             for group in optimizer.param_groups:
@@ -106,15 +109,6 @@ def _start(weight: Tensor, rounded: FrozenLinear | None) -> Tensor:
     if rounded is None:
         return weight.detach().to(torch.float32, copy=True)
     return dequantize(rounded.weight_q, rounded.weight_scale_inv)
-
-
-def _gradients(decoder: Model, reference: Model, batch: Batch, recipe: Recipe, observer: Observer) -> float:
-    """One pass forwards and backwards over a batch, and the update of the states; the loss."""
-    with autocast(recipe=reduced(recipe, by_group=False)):
-        hidden = forward(decoder, batch, observer.tap)
-    loss = _backward(decoder, hidden, reference, batch)
-    observer.end_batch()
-    return loss
 
 
 def _order(batches: Sequence[Batch], steps: int, seed: int) -> Iterator[Batch]:

@@ -41,27 +41,17 @@ def searched_amaxes(
 
     def measure(name: str, x: Tensor) -> None:
         rows = x.reshape(-1, x.shape[-1]).float()
-        squares = _squares([linears[n].weight for n in alike[name]])
+        wide = torch.cat([linears[n].weight.float() for n in alike[name]])
+        squares = wide.t() @ wide
         for i, part in enumerate(RANGES):
-            error = _cast(rows, part * seen[f"{name}.input"]) - rows
+            scale = FP8_MAX[E4M3] / (part * seen[f"{name}.input"])
+            error = (rows * scale).clamp(-FP8_MAX[E4M3], FP8_MAX[E4M3]).to(E4M3).float() / scale - rows
             errors[name][i] += float(((error @ squares) * error).sum(dtype=torch.float64))
 
     for batch in (stages or Stages()).steps("search", first_sequences(batches, SEARCHED_TOKENS)):
         with _inputs(linears, measure):
             forward(decoder, batch)
     return _for_all(linears, {name: RANGES[int(e.argmin())] * seen[f"{name}.input"] for name, e in errors.items()})
-
-
-def _squares(weights: Sequence[Tensor]) -> Tensor:
-    """W^T W [K, K] in FP32, summed over weights [N_i, K]."""
-    wide = torch.cat([weight.float() for weight in weights])
-    return wide.t() @ wide
-
-
-def _cast(x: Tensor, amax: float) -> Tensor:
-    """x by the scale of this amax to E4M3 and back."""
-    scale = FP8_MAX[E4M3] / amax
-    return (x * scale).clamp(-FP8_MAX[E4M3], FP8_MAX[E4M3]).to(E4M3).float() / scale
 
 
 def _for_all(linears: Linears, firsts: Mapping[str, float]) -> Amaxes:

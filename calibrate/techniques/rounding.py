@@ -44,7 +44,7 @@ COLUMNS = 64  # columns rounded before one product updates the columns after the
 FrozenLinears = Mapping[str, FrozenLinear]
 
 
-def compensated(weight: Tensor, products: Tensor, scale_inv: Tensor, damping: float = DAMPING) -> Tensor:
+def round_compensated(weight: Tensor, products: Tensor, scale_inv: Tensor, damping: float = DAMPING) -> Tensor:
     """weight [N, K] rounded to E4M3 [N, K] by its dequantizing scale, FP32 [], [N, 1] or [N / 128, K / 128].
 
     products: X^T X [K, K], FP32. A column that no input reaches is rounded to nearest.
@@ -127,7 +127,7 @@ def _rounded_layer(
 
     def weight(number: int) -> dict[str, Tensor]:
         name = names[number]
-        return {name: compensated(linears[name].weight, products[name], frozen[name].weight_scale_inv)}
+        return {name: round_compensated(linears[name].weight, products[name], frozen[name].weight_scale_inv)}
 
     def no_weight(number: int) -> dict[str, Tensor]:
         name = names[number]

@@ -44,7 +44,7 @@ from fp8serve.calibration.unfinished import Once, every_time
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import Recipe, delayed
 from fp8serve.model.building import Model
-from fp8serve.model.config.decoder import ModelConfig
+from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.network.decoder import attention_inputs, block_inputs, has_dense_mlp
 from fp8serve.ranks import ALONE, Ranks
 
@@ -127,7 +127,7 @@ def columns(pair: Pair, weights: Weights) -> Tensor:
     return torch.stack(results).amax(0)
 
 
-def folded(pair: Pair, weights: Weights, by: Tensor) -> dict[str, Tensor] | None:
+def fold(pair: Pair, weights: Weights, by: Tensor) -> dict[str, Tensor] | None:
     """The parameters that change when the channels of `before` are divided by `by`; None: some cannot change
     exactly."""
     changed = dict(_changed(pair, weights, by))
@@ -248,7 +248,7 @@ def _smoothed_layer(
     for pair in pairs(layer.decoder.config, layer.index, layer.linears):
         weights, read = layer.weights | changed, [name for name in pair.after if name in channels]
         by = factors(pair.shared(channels[read[0]]), pair.shared(columns(pair, weights)), alpha)
-        if (trial := folded(pair, weights, by)) is None:
+        if (trial := fold(pair, weights, by)) is None:
             continue
         smaller = channels | {name: channels[name] / pair.spread(by) for name in read}
         error = layer.error(changed | trial, smaller, tried, exact)

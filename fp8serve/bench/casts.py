@@ -163,18 +163,18 @@ class Finding:
             self.first = f"among the {x.numel()} values from {float(x.flatten()[0]).hex()} on"
 
 
-def differing(found: Sequence[Tensor], expected: Sequence[Tensor]) -> int:
+def differing(result: Sequence[Tensor], expected: Sequence[Tensor]) -> int:
     """Elements whose bits differ, over all results; FP32 results (amaxes, scales) may be any NaN."""
-    return sum(_differing(*pair) for pair in zip(found, expected, strict=True))
+    return sum(_differing(*pair) for pair in zip(result, expected, strict=True))
 
 
-def _differing(found: Tensor, expected: Tensor) -> int:
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return max(found.numel(), 1)
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[found.itemsize]
-    apart = found.contiguous().view(kind) != expected.contiguous().view(kind)
-    if found.itemsize > 1:
-        apart &= ~(found.isnan() & expected.isnan())
+def _differing(result: Tensor, expected: Tensor) -> int:
+    if result.shape != expected.shape or result.dtype != expected.dtype:
+        return max(result.numel(), 1)
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[result.itemsize]
+    apart = result.contiguous().view(kind) != expected.contiguous().view(kind)
+    if result.itemsize > 1:
+        apart &= ~(result.isnan() & expected.isnan())
     return int(apart.sum())
 
 
@@ -218,7 +218,7 @@ def compare(
     findings: dict[tuple[str, str, torch.dtype], Finding] = {}
     done = 0
     for x in chunks:
-        for name, dtype in _asked(x, chosen):
+        for name, dtype in _probes(x, chosen):
             expected = PROBES[name](reference, x, dtype)
             for level in at:
                 result = _run(PROBES[name], kernels or torch.ops.fp8serve, x, dtype, level, device)
@@ -231,7 +231,7 @@ def compare(
     return list(findings.values())
 
 
-def _asked(x: Tensor, chosen: Sequence[str]) -> list[tuple[str, torch.dtype]]:
+def _probes(x: Tensor, chosen: Sequence[str]) -> list[tuple[str, torch.dtype]]:
     """(probe, format) for one chunk: scales of negative values are left out, and a cache has one format."""
     unsigned = [name for name in chosen if name not in SCALES or not x.signbit().all()]
     return [(n, dtype) for n in unsigned for dtype in arithmetic.FP8_MAX if n != "write_kv" or dtype == E4M3]

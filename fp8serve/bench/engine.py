@@ -65,8 +65,8 @@ def measure_engine(
     options = {"max_num_seqs": max(batches), **options}
     engine_options = EngineOptions(**options)
     # while the last prompts are computed, the first sequences decode already
-    ahead = max(batches) * -(-prompt // engine_options.max_prefill_tokens)
-    options.setdefault("max_model_len", prompt + new + ahead + 1)
+    extra = max(batches) * -(-prompt // engine_options.max_prefill_tokens)
+    options.setdefault("max_model_len", prompt + new + extra + 1)
     began = time.perf_counter()
     engine = Engine(model, **options)
     loaded = time.perf_counter()

@@ -84,9 +84,9 @@ def _git(folder: Path, *args: str) -> str | None:
     return done.stdout.strip()
 
 
-def one_line(found: dict[str, Any]) -> str:
+def one_line(origin: dict[str, Any]) -> str:
     """Readable text for the head of every table."""
     return (
-        f"{found['cpu']}, {found['cores']} cores, {found['threads']} threads; Python {found['python']}, torch "
-        f"{found['torch']}, fp8serve {found['fp8serve']} at {found['commit'] or 'no commit'}; {found['date']}"
+        f"{origin['cpu']}, {origin['cores']} cores, {origin['threads']} threads; Python {origin['python']}, torch "
+        f"{origin['torch']}, fp8serve {origin['fp8serve']} at {origin['commit'] or 'no commit'}; {origin['date']}"
     )

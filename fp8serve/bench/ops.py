@@ -344,9 +344,12 @@ def measure(
         report(name, index, len(makers))
         for entry in maker():
             measured.update(entry.op.split(" + "))
-            if _wanted(entry, only, goals):
+            if (only is None or only in entry.op) and (entry.goal is not None or not goals):
                 rows.append(_figures(entry, seconds))
-    peaks = _larger(before, measure_peaks(max(seconds, 0.5)))  # the machine may have been busier at one of the two
+    after = measure_peaks(max(seconds, 0.5))  # the machine may have been busier at one of the two
+    peaks = Peaks(
+        max(before.bytes_per_second, after.bytes_per_second), max(before.flops_per_second, after.flops_per_second)
+    )
     for row in rows:
         row["share_of_peak"] = _share(row, peaks)
     return {
@@ -354,14 +357,6 @@ def measure(
         "backends": ops.backends(),
         "ops": rows,
     }
-
-
-def _wanted(entry: BenchCase, only: str | None, goals: bool) -> bool:
-    return (only is None or only in entry.op) and (entry.goal is not None or not goals)
-
-
-def _larger(a: Peaks, b: Peaks) -> Peaks:
-    return Peaks(max(a.bytes_per_second, b.bytes_per_second), max(a.flops_per_second, b.flops_per_second))
 
 
 def _share(row: dict[str, Any], peaks: Peaks) -> float:

@@ -23,7 +23,6 @@ from fp8serve.bench.options import Shape
 from fp8serve.fp8.conversion import convert
 from fp8serve.fp8.monitor import Monitor
 from fp8serve.fp8.recipe import DelayedScaling, from_name
-from fp8serve.model.building import Model
 from fp8serve.model.config.decoder import parse_config
 from fp8serve.model.network.decoder import Decoder
 from fp8serve.train.config import TrainConfig
@@ -66,7 +65,7 @@ def measure_steps(
     optimizer = Optimizer(
         dict(decoder.named_parameters()), TrainConfig(model="random", data=("random",), out="nowhere")
     )
-    forwards = {name: _forward(decoder, name) for name in (BASELINE, *recipes)}
+    forwards = {name: Forward(decoder, from_name(name)) for name in (BASELINE, *recipes)}
     times: dict[str, list[float]] = {name: [] for name in forwards}
     for i in range(rounds + 1):
         for name, forward in forwards.items():
@@ -89,10 +88,6 @@ def step_summary(times: Mapping[str, Sequence[float]]) -> dict[str, dict[str, fl
         }
         for name, seconds in times.items()
     }
-
-
-def _forward(decoder: Model, name: str) -> Forward:
-    return Forward(decoder, from_name(name))
 
 
 def _step(forward: Forward, batch: PackedBatch, optimizer: Optimizer) -> float:

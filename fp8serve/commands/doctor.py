@@ -50,7 +50,7 @@ def _show(kernel: str) -> None:
 
 
 def _print(report: dict[str, Any]) -> None:
-    from fp8serve.model.config.either import COMPUTED_BY
+    from fp8serve.model.config.model_config import COMPUTED_BY
 
     cpu, memory, disk, tools = report["cpu"], report["memory"], report["disk"], report["compilers"]
     print(

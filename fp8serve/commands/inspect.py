@@ -99,7 +99,7 @@ def _draw(path: Path, report_file: Path | None) -> None:
 
 def _print(report: dict[str, Any]) -> None:
     from fp8serve.inspection import sparkline
-    from fp8serve.model.config.either import COMPUTED_BY
+    from fp8serve.model.config.model_config import COMPUTED_BY
 
     print(f"{report['path']}: {report['holds']}, {len(report['scales'])} scale tensors")
     if report["computed_by"] is not None:

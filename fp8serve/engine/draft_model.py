@@ -43,7 +43,8 @@ from fp8serve.engine.task import check_generates
 from fp8serve.errors import ModelError, shown
 from fp8serve.model.building import Model
 from fp8serve.model.checkpoint import load_servable, open_checkpoint
-from fp8serve.model.config.decoder import ModelConfig, read_config
+from fp8serve.model.config.decoder import read_config
+from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.network.experts import mixtures
 from fp8serve.model.text.tokenizer import Tokenizer
 
@@ -295,8 +296,8 @@ def step_price(rows: int) -> float:
 
 def _next(seq: Sequence, draft: list[int]) -> Work:
     """The work that feeds the last token of its draft."""
-    ahead = replace(seq, token_ids=[*seq.token_ids, *draft], adapter=None)
-    return Work(ahead, len(ahead.token_ids) - 1, 1)
+    extended = replace(seq, token_ids=[*seq.token_ids, *draft], adapter=None)
+    return Work(extended, len(extended.token_ids) - 1, 1)
 
 
 def _with_draft(item: Work, draft: tuple[int, ...]) -> Work:

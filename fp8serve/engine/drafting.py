@@ -94,5 +94,5 @@ def price(rows: int) -> float:
 
 def rows_of(seq: Sequence, draft: Items[int]) -> list[Sequence]:
     """The sequences for which the sampler draws: `seq`, and `seq` with one, two, ... of the drafted tokens."""
-    ahead = [replace(seq, token_ids=[*seq.token_ids, *draft[: i + 1]]) for i in range(len(draft))]
-    return [seq, *ahead]
+    extended = [replace(seq, token_ids=[*seq.token_ids, *draft[: i + 1]]) for i in range(len(draft))]
+    return [seq, *extended]

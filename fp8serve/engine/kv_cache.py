@@ -82,10 +82,10 @@ class BlockPool:
         cached = len(self._cached_prefix(seq))
         return cached < self._shareable(seq) and seq.block_hashes[cached] in self._coming
 
-    def grow(self, seq: Sequence, ahead: int = 0, reserve: int = 0) -> bool:
-        """Makes room for every token of `seq` and `ahead` more; False, changing nothing, when there are not enough free
+    def grow(self, seq: Sequence, extra: int = 0, reserve: int = 0) -> bool:
+        """Makes room for every token of `seq` and `extra` more; False, changing nothing, when there are not enough free
         blocks. If any are taken, `reserve` must remain free."""
-        missing = self._blocks_for(len(seq.token_ids) + ahead) - len(seq.block_table)
+        missing = self._blocks_for(len(seq.token_ids) + extra) - len(seq.block_table)
         if missing > 0 and missing + reserve > self.num_free:
             return False
         seq.block_table += [self._take() for _ in range(missing)]

@@ -35,7 +35,8 @@ from fp8serve.fp8.served_attention import KvScale
 from fp8serve.model import parity
 from fp8serve.model.building import AnyModel, Model
 from fp8serve.model.checkpoint import cache_refusal, kv_scales, load_servable, open_checkpoint
-from fp8serve.model.config.decoder import ModelConfig, computed_by_note, read_config
+from fp8serve.model.config.decoder import read_config
+from fp8serve.model.config.model_config import ModelConfig, computed_by_note
 from fp8serve.model.config.wrappers import left_out_notes
 from fp8serve.model.formats.microscaling import widened_note
 from fp8serve.model.formats.scales import FILE_NAME, load_scales

@@ -18,10 +18,8 @@ from fp8serve.engine.scheduler import MOST_DRAFTED
 from fp8serve.errors import MachineError, RequestError
 from fp8serve.fp8 import ops as ops  # registers the op called below
 from fp8serve.model.building import Model
-from fp8serve.model.config.decoder import ModelConfig
-from fp8serve.model.config.either import AnyConfig
-from fp8serve.model.network.decoder import Heads
-from fp8serve.model.network.rotary import Rotation
+from fp8serve.model.config.model_config import AnyConfig, ModelConfig
+from fp8serve.model.network.rotary import Heads, Rotation
 from fp8serve.model.storage.memory import free_memory
 
 CPU_SHARE = 4  # the cache takes at most a quarter of free memory: weights are mapped, and need room to stay there

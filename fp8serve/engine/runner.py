@@ -43,8 +43,7 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.served_adapters import NONE
 from fp8serve.fp8.served_attention import KvScale
 from fp8serve.model.building import Model
-from fp8serve.model.network.decoder import Heads
-from fp8serve.model.network.rotary import Rotation
+from fp8serve.model.network.rotary import Heads, Rotation
 
 ROWS = 256  # of logits at a time
 # overloads are looked up once: through torch.ops a call takes a microsecond longer

@@ -42,7 +42,7 @@ from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.runner import Runner
 from fp8serve.errors import MachineError, ModelError, RequestError, one_line
 from fp8serve.fp8 import ops
-from fp8serve.model.config.decoder import ModelConfig
+from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.config.rope import LongRope
 from fp8serve.model.formats.scales import fingerprint as sampled
 from fp8serve.model.storage.files import fsync, present

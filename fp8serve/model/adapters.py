@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fp8serve.errors import ModelError
 from fp8serve.model.building import build_on_meta, transposed_linears
-from fp8serve.model.config.decoder import ModelConfig
+from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.formats.peft import CONFIG, WEIGHTS, PeftConfig, key_of, place_of, read_config, written_config
 from fp8serve.model.storage.files import save_tensors, write_json
 from fp8serve.model.storage.shards import Shards, read_header, type_name
@@ -46,8 +46,8 @@ Adapter = Mapping[str, LowRank]  # by the name of the linear
 def adaptable(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """(out, in) features of every linear that can have an adapter, by name, in the model's order."""
     model = build_on_meta(config)
-    turned = transposed_linears(model)
-    names = (name for name in model.linear_names() if ".experts." not in name and name not in turned)
+    transposed = transposed_linears(model)
+    names = (name for name in model.linear_names() if ".experts." not in name and name not in transposed)
     shapes = {name: cast(Tensor, model.get_submodule(name).weight).shape for name in names}
     return {name: (shape[0], shape[1]) for name, shape in shapes.items()}
 
@@ -58,13 +58,13 @@ def chosen(linears: Sequence[str], patterns: Sequence[str]) -> list[str]:
     ModelError: a pattern that matches none.
     """
     for pattern in patterns:
-        if not any(_fits(name, pattern) for name in linears):
+        if not any(_matches(name, pattern) for name in linears):
             known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linears))
             raise ModelError(f"No linear layer is called {pattern!r}; those that can have an adapter are {known}.")
-    return [name for name in linears if not patterns or any(_fits(name, pattern) for pattern in patterns)]
+    return [name for name in linears if not patterns or any(_matches(name, pattern) for pattern in patterns)]
 
 
-def _fits(name: str, pattern: str) -> bool:
+def _matches(name: str, pattern: str) -> bool:
     return fnmatch(name, pattern) or fnmatch(name.rpartition(".")[2], pattern)
 
 

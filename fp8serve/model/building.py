@@ -4,28 +4,32 @@
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Union
 
 import torch
 from torch import Tensor
 
 from fp8serve.fp8.attention import causal_attention
-from fp8serve.model.config.decoder import ModelConfig
-from fp8serve.model.config.either import AnyConfig
 from fp8serve.model.config.encoder import EncoderConfig
+from fp8serve.model.config.model_config import AnyConfig, ModelConfig
 from fp8serve.model.network.decoder import Decoder, rotated
 from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.network.modern_encoder import encoder_class
-from fp8serve.model.transformers_backend.network import TransformersModel
 
-Model = Decoder | TransformersModel  # a language model
+if TYPE_CHECKING:
+    from fp8serve.model.transformers_backend.network import TransformersModel
+
+Model = Union[Decoder, "TransformersModel"]  # a language model
 AnyModel = Model | Encoder
 
 
 def build_on_meta(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> Model:
     """Without weights: every parameter is on "meta"."""
-    if config.computed_by is not None:
-        return TransformersModel(config, dtype)
-    return Decoder(config, device="meta", dtype=dtype)
+    if config.computed_by is None:
+        return Decoder(config, device="meta", dtype=dtype)
+    from fp8serve.model.transformers_backend.network import TransformersModel
+
+    return TransformersModel(config, dtype)
 
 
 def skeleton(config: AnyConfig) -> AnyModel:
@@ -33,9 +37,9 @@ def skeleton(config: AnyConfig) -> AnyModel:
     return encoder_class(config)(config, device="meta") if isinstance(config, EncoderConfig) else build_on_meta(config)
 
 
-def transposed_linears(model: Model | Encoder) -> frozenset[str]:
+def transposed_linears(model: AnyModel) -> frozenset[str]:
     """The linears whose weights are transposed in files."""
-    return model.transposed if isinstance(model, TransformersModel) else frozenset()
+    return frozenset() if isinstance(model, Decoder | Encoder) else model.transposed
 
 
 def hidden_states(model: AnyModel, ids: Tensor, lengths: Sequence[int], segments: Tensor | None = None) -> Tensor:

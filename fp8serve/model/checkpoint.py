@@ -5,7 +5,7 @@ two copies of the weights. On the CPU, FP8 weights and weights already of the wa
 serving starts before the file is read, and the page cache is shared between processes.
 
 Other packages import all names that they use from here: `stored` opens a directory, `scales` is the file of scaling
-states, `export` writes.
+states.
 """
 
 from collections.abc import Iterable
@@ -22,10 +22,9 @@ from fp8serve.fp8.casting import cast_by_content
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling, HeadDtype, Recipe, delayed, from_name
 from fp8serve.model.building import AnyModel, Model, build_on_meta
-from fp8serve.model.config.either import holds_encoder
+from fp8serve.model.config.decoder import holds_encoder
 from fp8serve.model.config.encoder import EncoderConfig
 from fp8serve.model.config.mixture import keeps_fp32
-from fp8serve.model.export import FORMATS, write_calibrated, write_hf_directory
 from fp8serve.model.formats import interop
 from fp8serve.model.formats.scales import (
     FILE_NAME,
@@ -36,6 +35,7 @@ from fp8serve.model.formats.scales import (
     load_scales,
     save_scales,
 )
+from fp8serve.model.network.decoder import Decoder
 from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.network.experts import reset_token_counts
 from fp8serve.model.network.modern_encoder import encoder_class
@@ -43,11 +43,8 @@ from fp8serve.model.storage.files import present
 from fp8serve.model.storage.opening import real_path
 from fp8serve.model.storage.shards import release_pages
 from fp8serve.model.stored import Checkpoint, StoredLinear, check_agreement, open_checkpoint
-from fp8serve.model.transformers_backend.network import TransformersModel
-from fp8serve.model.transformers_backend.trial import check_against_class
 
 __all__ = [
-    "FORMATS",
     "Checkpoint",
     "ScalingCheckpoint",
     "StoredLinear",
@@ -64,8 +61,6 @@ __all__ = [
     "open_checkpoint",
     "outline",
     "save_scales",
-    "write_calibrated",
-    "write_hf_directory",
 ]
 
 
@@ -124,7 +119,9 @@ def load_servable(
 def _complete(model: Model) -> Model:
     """With its weights in place."""
     model.tie()
-    if isinstance(model, TransformersModel):
+    if not isinstance(model, Decoder):
+        from fp8serve.model.transformers_backend.trial import check_against_class
+
         check_against_class(model)
         reset_token_counts(model)
     return model

@@ -25,8 +25,7 @@ from fp8serve.fp8 import ops
 from fp8serve.fp8.casting import SCALE_DTYPES, cast_by_content
 from fp8serve.fp8.spec import QuantSpec
 from fp8serve.model.building import skeleton, transposed_linears
-from fp8serve.model.config.decoder import classifies
-from fp8serve.model.config.either import parse_any_config
+from fp8serve.model.config.decoder import classifies, parse_any_config
 from fp8serve.model.config.encoder import is_encoder
 from fp8serve.model.config.mixture import keeps_fp32
 from fp8serve.model.config.wrappers import read_text_config
@@ -96,9 +95,9 @@ def write_hf_directory(
     that. ModelError: `out` is taken, or a weight is missing or misshapen.
     """
     dtype = _dtype(config)
-    turned = transposed_linears(skeleton(parse_any_config(config)))
+    transposed = transposed_linears(skeleton(parse_any_config(config)))
     plain = (_plain(name, shape, weights, dtype) for name, shape in _shapes(config).items())
-    items = [_turned(item) if item.owner in turned else item for item in plain]
+    items = [_transposed(item) if item.owner in transposed else item for item in plain]
     check_writable(Path(out), sum(item.size for item in items))
     with whole_directory(Path(out)) as folder:
         _write_common(folder, dict(config), items, carry_from, max_shard_bytes)
@@ -175,7 +174,7 @@ class _Quantizer:
         self.dtype = _dtype(config)
         self.shapes = _shapes(config)
         model = skeleton(parse_any_config(config))
-        self.turned = transposed_linears(model)
+        self.transposed = transposed_linears(model)
         self.routers = router_names(model)  # vLLM quantizes those of Qwen3-MoE that a configuration does not leave out
         self.linears = dict.fromkeys(name for name in model.linear_names() if name not in set(high_precision))
         self.kv = {key: entry for key, entry in scales.tensors.items() if key.rpartition(".")[2] in ("k", "v")}
@@ -184,7 +183,7 @@ class _Quantizer:
         self.quantized = lru_cache(maxsize=1)(self._quantize)  # its weight and its scale are two items
 
     def items(self) -> Iterator[_Item]:
-        return (_turned(item) if item.owner in self.turned else item for item in self._items())
+        return (_transposed(item) if item.owner in self.transposed else item for item in self._items())
 
     def _items(self) -> Iterator[_Item]:
         for name, shape in self.shapes.items():
@@ -196,7 +195,9 @@ class _Quantizer:
             else:
                 yield replace(_plain(name, shape, self.weights, self.dtype), from_file=self.from_file)
         for key, entry in self.kv.items():
-            yield self._scalar(self._kv_name(key), entry.scale)
+            owner, _, role = key.rpartition(".")  # model.layers.0.self_attn.k
+            owner = f"{owner}.{role}_proj" if self.format == "modelopt" else owner
+            yield self._scalar(f"{owner}.{role}_scale", entry.scale)
 
     def _fp8(self, linear: str, shape: tuple[int, ...]) -> Iterator[_Item]:
         scale_shape = self._scale_shape(self.weight, *shape)
@@ -252,10 +253,6 @@ class _Quantizer:
         value, note = dequantizing_scale(scale)
         return _Item(name, torch.float32, self._scalar_shape, lambda: value.reshape(self._scalar_shape), note)
 
-    def _kv_name(self, key: str) -> str:
-        owner, _, role = key.rpartition(".")  # model.layers.0.self_attn.k
-        return f"{owner}.{role}_proj.{role}_scale" if self.format == "modelopt" else f"{owner}.{role}_scale"
-
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype:
     return {"float32": torch.float32, "float16": torch.float16}.get(parse_any_config(config).dtype, torch.bfloat16)
@@ -272,7 +269,7 @@ def _plain(name: str, shape: tuple[int, ...], weights: Mapping[str, Tensor], dty
     return _Item(name, own, shape, lambda: _weight(weights, name, shape).to(own))
 
 
-def _turned(item: _Item) -> _Item:
+def _transposed(item: _Item) -> _Item:
     """A matrix in the file's order for a layer that keeps it transposed; vectors and scalars stay."""
     if len(item.shape) < 2:
         return item

@@ -28,7 +28,7 @@ from fp8serve.model.config.wrappers import read_text_config
 from fp8serve.model.export import write_calibrated, write_hf_directory
 from fp8serve.model.formats.scales import ScalingCheckpoint
 from fp8serve.model.rewriting import (
-    fitted,
+    fit_scale,
     format_of,
     recipe_of,
     retained_state,
@@ -123,7 +123,7 @@ def merge(base: Path | str, adapter: Path | str, out: Path | str, most_lost: flo
     recipe = recipe_of(checkpoint, stored, format)
     state = retained_state(checkpoint, recipe) or state_of(checkpoint, stored, recipe)
     spec = recipe.specs.linear["weight"]
-    quantized = {name: (linear.weight_q, fitted(linear, spec)) for name, linear in stored.items()}
+    quantized = {name: (linear.weight_q, fit_scale(linear, spec)) for name, linear in stored.items()}
     for name in low_ranks.keys() & stored.keys():
         before = quantized[name]
         quantized[name], losses.layers[name] = _rounded(*before, low_ranks[name])
@@ -156,15 +156,11 @@ def _rounded(q: Tensor, scale_inv: Tensor, adapter: LowRank) -> tuple[tuple[Tens
     """The weight with the adapter in it, in FP8, and its dequantizing scales."""
     before = dequantize(q, scale_inv)
     expected = merged(before, adapter)
-    grown = _grown(scale_inv, expected)
+    # each scale is doubled until its part of `expected` is in the range of E4M3
+    largest = _largest(expected, scale_inv)
+    grown = scale_inv * torch.exp2((largest / scale_inv / ROUNDED_DOWN).log2().ceil().clamp_min(0))
     new = saturate(expected / expand(grown, *q.shape), E4M3), grown
     return new, Loss.of(before, expected, dequantize(*new), int((grown != scale_inv).sum()))
-
-
-def _grown(scale_inv: Tensor, expected: Tensor) -> Tensor:
-    """scale_inv, each doubled until its part of `wanted` [N, K] is in the range of E4M3."""
-    largest = _largest(expected, scale_inv)
-    return scale_inv * torch.exp2((largest / scale_inv / ROUNDED_DOWN).log2().ceil().clamp_min(0))
 
 
 def _largest(weight: Tensor, scale_inv: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from fp8serve.fp8.own_linear import own_products
 from fp8serve.fp8.recipe import Recipe, attends_in_fp8, depends_on_batch
-from fp8serve.model.config.decoder import ModelConfig
+from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.config.rope import LongRope
 
 BATCH_SCALE = (

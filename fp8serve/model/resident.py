@@ -15,8 +15,8 @@ from typing import Any
 
 from fp8serve.errors import ModelError
 from fp8serve.fp8.recipe import HeadDtype, from_json
-from fp8serve.model.config.decoder import ModelConfig
-from fp8serve.model.config.either import AnyConfig, read_any_config
+from fp8serve.model.config.decoder import read_any_config
+from fp8serve.model.config.model_config import AnyConfig, ModelConfig
 from fp8serve.model.config.wrappers import is_wrapper, text_key
 from fp8serve.model.storage.files import present, read_json
 from fp8serve.model.storage.headers import header_json
@@ -58,7 +58,9 @@ def resident(model_dir: Path, recipe: str, head: HeadDtype = "bf16", scales: str
     config = read_any_config(model_dir)
     casts = _casts(model_dir, recipe, scales)
     tensors = list(_tensors(model_dir, config))
-    as_stored = recipe == "stored" and not casts and not any(_is_exponent(tensor) for tensor in tensors)
+    # weights in MX blocks, whose scales are exponents, are widened to BF16
+    has_exponents = any(_SCALE.search(tensor.name) and tensor.dtype in ("U8", "F8_E8M0") for tensor in tensors)
+    as_stored = recipe == "stored" and not casts and not has_exponents
     held = cast = 0
     for tensor in tensors:
         if head == "fp8" and tensor.name == HEAD:  # freed once it is cast
@@ -70,7 +72,9 @@ def resident(model_dir: Path, recipe: str, head: HeadDtype = "bf16", scales: str
         else:
             in_fp8 = as_stored and tensor.dtype in _IN_FP8
             held += tensor.elements * (1 if in_fp8 else BF16)
-    held += cast + _cast_head_bytes(config, head)
+    if head == "fp8" and isinstance(config, ModelConfig):  # FP8 elements, and an FP32 scale for each row
+        held += config.vocab_size * (config.hidden_size + FP32)
+    held += cast
     # a weight that was cast lies beside its packed copy until malloc returns what is free
     return Resident(held, held + min(cast, RETAINED))
 
@@ -125,14 +129,3 @@ def _is_linear(tensor: _Tensor, config: AnyConfig) -> bool:
     """Whether a recipe makes it FP8."""
     is_matrix = len(tensor.shape) > 1 and min(tensor.shape) > 1
     return is_matrix and config.vocab_size not in tensor.shape and _NO_LINEAR.search(tensor.name) is None
-
-
-def _is_exponent(tensor: _Tensor) -> bool:
-    """Whether it scales MX blocks, whose weights are widened to BF16."""
-    return _SCALE.search(tensor.name) is not None and tensor.dtype in ("U8", "F8_E8M0")
-
-
-def _cast_head_bytes(config: AnyConfig, head: HeadDtype) -> int:
-    """The bytes of a head that is cast when it is loaded: FP8 elements, and an FP32 scale for each row."""
-    is_cast = head == "fp8" and isinstance(config, ModelConfig)
-    return config.vocab_size * (config.hidden_size + FP32) if is_cast else 0

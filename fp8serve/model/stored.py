@@ -18,20 +18,19 @@ from fp8serve.fp8 import ops
 from fp8serve.fp8.spec import UNQUANTIZED, WEIGHTS, QuantSpec
 from fp8serve.fp8.stateful import state_key
 from fp8serve.model.building import Model, skeleton
-from fp8serve.model.config.decoder import ModelConfig
-from fp8serve.model.config.either import AnyConfig, read_any_config
+from fp8serve.model.config.decoder import read_any_config
 from fp8serve.model.config.encoder import EncoderConfig
+from fp8serve.model.config.model_config import AnyConfig, ModelConfig
 from fp8serve.model.config.wrappers import read_text_config, text_shards
 from fp8serve.model.formats import interop
 from fp8serve.model.formats.interop import Quantization, ScaleKey
-from fp8serve.model.formats.microscaling import Widened, widened
+from fp8serve.model.formats.microscaling import Widened, widen
 from fp8serve.model.formats.scales import FILE_NAME, ScalingCheckpoint
 from fp8serve.model.formats.torchao import plain_names
 from fp8serve.model.formats.unstacked import unstacked
 from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.storage.files import present
 from fp8serve.model.storage.shards import Shards, type_name
-from fp8serve.model.transformers_backend.names import by_module
 
 _LEFT_OVERS = ("rotary_emb.inv_freq", "attn.masked_bias", "attention.masked_bias")  # buffers of old files; recomputed
 # in encoders: a buffer, and the pre-training head
@@ -104,7 +103,8 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def _place(self, key: str) -> None:
         """Classify one key of the file; ModelError when it has no place."""
-        if self._is_training_state(key):
+        state = state_key(key)  # of training, which `save_pretrained` of a converted model writes (converted.py)
+        if state is not None and f"{state[0].rpartition('.')[0]}.weight" in self.shapes:
             return
         if key in self.shapes:
             shape = self.shards.entries[key].shape
@@ -149,12 +149,6 @@ class Checkpoint(Mapping[str, Tensor]):
                 f"{self.path}: {self._head[0]} differs from {self._head[1]}, to which config.json ties it; set "
                 "tie_word_embeddings to false, or take the tensor out."
             )
-
-    def _is_training_state(self, key: str) -> bool:
-        """Keys that `save_pretrained` of a converted model in training writes beside the weights (converted.py reads
-        them)."""
-        state = state_key(key)
-        return state is not None and f"{state[0].rpartition('.')[0]}.weight" in self.shapes
 
     def _is_fp8(self, name: str) -> bool:
         dtype = self.shards.entries[name].dtype
@@ -259,7 +253,7 @@ def open_checkpoint(model_dir: Path | str) -> Checkpoint:
         left_out += predicting
     shards = _by_module(shards, config)
     _check_number_of_experts(path, config, shards)
-    return Checkpoint(path, config, widened(shards), quantization, left_out)
+    return Checkpoint(path, config, widen(shards), quantization, left_out)
 
 
 def matrices_note(checkpoint: Checkpoint, *, rewritten: bool = False) -> tuple[str, ...]:
@@ -290,9 +284,15 @@ def _check_number_of_experts(path: Path, config: AnyConfig, shards: Shards) -> N
 def _by_module(shards: Shards, config: AnyConfig) -> Shards:
     """The tensors under the names of their parameters."""
     if isinstance(config, EncoderConfig):
-        return _without_prefix(shards, config)
+        # under the names of a model without a head
+        names = {key: key.removeprefix(config.prefix) for key in shards}
+        return shards.renamed(names) if any(key != name for key, name in names.items()) else shards
     shards = _with_prefix(shards)
-    return unstacked(shards if config.computed_by is None else by_module(shards, config), config)
+    if config.computed_by is not None:
+        from fp8serve.model.transformers_backend.files import by_module
+
+        shards = by_module(shards, config)
+    return unstacked(shards, config)
 
 
 def _with_prefix(shards: Shards) -> Shards:
@@ -301,12 +301,6 @@ def _with_prefix(shards: Shards) -> Shards:
         return shards
     parts = ("embed_tokens.", "layers.", "norm.")
     return shards.renamed({key: f"model.{key}" if key.startswith(parts) else key for key in shards})
-
-
-def _without_prefix(shards: Shards, config: EncoderConfig) -> Shards:
-    """Under the names of a model without a head."""
-    names = {key: key.removeprefix(config.prefix) for key in shards}
-    return shards.renamed(names) if any(key != name for key, name in names.items()) else shards
 
 
 def without_predictors(shards: Shards, config: ModelConfig) -> tuple[Shards, tuple[str, ...]]:

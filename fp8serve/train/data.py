@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fp8serve.errors import DataError, ModelError
-from fp8serve.model.config.decoder import ModelConfig
+from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.storage.memory import limited_memory
 from fp8serve.model.text.data_files import LIMITS, DataLimits
 from fp8serve.model.text.tokenizer import Tokenizer

@@ -44,8 +44,9 @@ from fp8serve.fp8.stateful import Stateful
 from fp8serve.fp8.steps import one_update
 from fp8serve.model.building import Model
 from fp8serve.model.config.mixture import keeps_fp32
-from fp8serve.model.network.decoder import Attend, rotated
+from fp8serve.model.network.decoder import rotated
 from fp8serve.model.network.experts import Expert, Experts, every_expert, mixtures
+from fp8serve.model.network.rotary import Attend
 from fp8serve.model.parity import differences
 from fp8serve.ranks import ALONE, Ranks
 from fp8serve.train.data import Row

@@ -19,7 +19,7 @@ from fp8serve.fp8.recipe import Recipe, from_name
 from fp8serve.fp8.served_attention import KvScale
 from fp8serve.model import parity
 from fp8serve.model.checkpoint import kv_scales, load_servable
-from fp8serve.model.config.decoder import ModelConfig
+from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.train.data import Row
 from fp8serve.train.forward import Forward, Network, collate, target_log_probs
 

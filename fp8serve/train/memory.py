@@ -6,8 +6,8 @@ masks and buffers of a model that transformers computes.
 
 from fp8serve.errors import JobError
 from fp8serve.fp8.recipe import why_not_gathered
-from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.config.mixture import Experts
+from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.train.config import TrainConfig
 
 HIDDEN_BYTES, MIDDLE_BYTES = (

@@ -17,7 +17,7 @@ from fp8serve.fp8.recipe import delayed
 from fp8serve.fp8.scaling import FIELDS, ScalingState
 from fp8serve.model.building import transposed_linears
 from fp8serve.model.checkpoint import load_scales
-from fp8serve.model.transformers_backend.transposed import turned
+from fp8serve.model.transformers_backend.files import transpose_weights
 from fp8serve.train.checkpoint import TrainState
 from fp8serve.train.forward import Forward
 from fp8serve.train.optimizer import Optimizer
@@ -79,7 +79,7 @@ def capture(
 ) -> TrainState:
     """References to the run's tensors, to be written before the next step. Only weights that files hold transposed are
     copied. asking: for the parts that the other ranks of a sharded run have, see `asking_for`."""
-    masters = turned(optimizer.masters, transposed_linears(forward.network.decoder))
+    masters = transpose_weights(optimizer.masters, transposed_linears(forward.network.decoder))
     moments = optimizer.state()
     return TrainState(
         model=masters if asking is None else _whole(asking, "model", masters),
@@ -111,7 +111,7 @@ def _whole(asking: "Asking", kind: str, tensors: Mapping[str, Tensor]) -> dict[s
 
 def restore(forward: Forward, optimizer: Optimizer, saved: TrainState, sharded: "Sharded | None" = None) -> None:
     """The reverse of `capture`; of a sharded run every process takes its parts."""
-    masters: Mapping[str, Tensor] = turned(saved.model, transposed_linears(forward.network.decoder))
+    masters: Mapping[str, Tensor] = transpose_weights(saved.model, transposed_linears(forward.network.decoder))
     moments: Mapping[str, Tensor] = saved.optimizer
     if sharded is not None:
         masters = sharded.shards.own(masters, {name: name for name in masters})

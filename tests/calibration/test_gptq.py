@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8serve.calibration.techniques.rounding import DAMPING, E4M3, compensated
+from fp8serve.calibration.techniques.rounding import DAMPING, E4M3, round_compensated
 from fp8serve.fp8.ops.arithmetic import dequantize, expand
 from fp8serve.fp8.ops.casts import quantize_block, quantize_rowwise
 
@@ -42,7 +42,7 @@ SCALES = {
 def test_outputs_are_nearer_than_with_rounding_to_nearest(granularity: str) -> None:
     weight, inputs = weight_and_inputs()
     scale_inv = SCALES[granularity](weight)
-    found = compensated(weight, products(inputs), scale_inv)
+    found = round_compensated(weight, products(inputs), scale_inv)
     assert found.dtype is E4M3
     error, plain = (output_error(weight, inputs, q, scale_inv) for q in (found, nearest(weight, scale_inv)))
     assert error < 0.3 * plain
@@ -51,7 +51,7 @@ def test_outputs_are_nearer_than_with_rounding_to_nearest(granularity: str) -> N
 def test_inputs_that_have_nothing_in_common_leave_rounding_to_nearest() -> None:
     weight, _ = weight_and_inputs()
     scale_inv = SCALES["row"](weight)
-    found = compensated(weight, torch.diag(torch.rand(COLUMNS) + 0.5), scale_inv)
+    found = round_compensated(weight, torch.diag(torch.rand(COLUMNS) + 0.5), scale_inv)
     assert torch.equal(found.view(torch.uint8), nearest(weight, scale_inv).view(torch.uint8))
 
 
@@ -59,14 +59,14 @@ def test_columns_that_no_input_reaches_are_rounded_to_nearest() -> None:
     weight, inputs = weight_and_inputs()
     inputs[:, 7] = 0
     scale_inv = SCALES["tensor"](weight)
-    found = compensated(weight, products(inputs), scale_inv)
+    found = round_compensated(weight, products(inputs), scale_inv)
     assert torch.equal(found[:, 7].float(), nearest(weight, scale_inv)[:, 7].float())
 
 
 def test_no_input_at_all_leaves_rounding_to_nearest() -> None:
     weight, _ = weight_and_inputs()
     scale_inv = SCALES["tensor"](weight)
-    found = compensated(weight, torch.zeros(COLUMNS, COLUMNS), scale_inv)
+    found = round_compensated(weight, torch.zeros(COLUMNS, COLUMNS), scale_inv)
     assert torch.equal(found.float(), nearest(weight, scale_inv).float())
 
 
@@ -83,6 +83,6 @@ def test_it_is_the_optimal_brain_surgeon_one_column_at_a_time() -> None:
         expected[:, column] = nearest(left[:, column : column + 1].float(), scale_inv)[:, 0].float()
         error = left[:, column] - expected[:, column] * scale_inv[:, 0]
         left[:, rest] -= torch.outer(error, inverse[0] / inverse[0, 0])
-    found = compensated(weight, products(inputs), scale_inv).float()
+    found = round_compensated(weight, products(inputs), scale_inv).float()
     assert (found != expected).float().mean() < 0.002  # FP32 here and there, and a tie falls either way
     assert torch.equal(found[:, order[0]], expected[:, order[0]])

@@ -16,7 +16,7 @@ from fp8serve.calibration.pipeline import calibrate, load
 from fp8serve.calibration.reports.findings import findings
 from fp8serve.calibration.reports.tables import summary_table
 from fp8serve.calibration.result import CalibrationReport
-from fp8serve.calibration.techniques.smoothing import FACTORS, factors, folded, pairs, parameters, put, smooth
+from fp8serve.calibration.techniques.smoothing import FACTORS, factors, fold, pairs, parameters, put, smooth
 from fp8serve.errors import Fp8ServeError
 from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.hub import find_model
@@ -68,7 +68,7 @@ def fold_at_random(decoder: Decoder) -> int:
             weights = parameters(decoder, index)
             channels = weights[f"{pair.before}.weight"].shape[0]
             by = torch.ldexp(torch.ones(channels), torch.randint(-6, 7, (channels,), generator=generator))
-            changed = folded(pair, weights, by)
+            changed = fold(pair, weights, by)
             assert changed is not None
             put(decoder, changed)
             count += 1
@@ -89,8 +89,8 @@ def test_a_factor_that_weights_cannot_hold_is_not_folded(model_dir: Path) -> Non
     decoder = load_servable(model_dir, "bf16")
     pair = pairs(decoder.config, 0, ["model.layers.0.mlp.down_proj"])[0]
     weights = parameters(decoder, 0)
-    assert folded(pair, weights, torch.full((160,), 2.0**10)) is not None
-    assert folded(pair, weights, torch.full((160,), 2.0**127)) is None
+    assert fold(pair, weights, torch.full((160,), 2.0**10)) is not None
+    assert fold(pair, weights, torch.full((160,), 2.0**127)) is None
 
 
 def test_factors_even_channels_out_by_alpha() -> None:

@@ -17,15 +17,9 @@ from fp8serve.errors import RecipeError
 from fp8serve.fp8.conversion import convert
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.recipe import DelayedScaling, from_name
-from fp8serve.model.checkpoint import (
-    load_scales,
-    load_servable,
-    load_trainable,
-    open_checkpoint,
-    write_calibrated,
-    write_hf_directory,
-)
+from fp8serve.model.checkpoint import load_scales, load_servable, load_trainable, open_checkpoint
 from fp8serve.model.config.wrappers import read_text_config
+from fp8serve.model.export import write_calibrated, write_hf_directory
 from fp8serve.model.formats import FORMATS
 from fp8serve.model.network.experts import rows_of_experts
 from fp8serve.train.forward import Forward, PackedBatch, summed_loss

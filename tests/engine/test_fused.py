@@ -26,8 +26,8 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.joined import Joined, can_join
 from fp8serve.fp8.own_linear import own_products
 from fp8serve.fp8.recipe import DelayedScaling
-from fp8serve.model.network.decoder import Attend
 from fp8serve.model.network.experts import Mixture
+from fp8serve.model.network.rotary import Attend
 
 from .tiny import ARCHITECTURES, OTHERS, call_each_layer, write_model, write_scales
 

@@ -14,8 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from fp8serve.fp8.attention import causal_attention
 from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.model.checkpoint import ScalingCheckpoint, TensorScale, load_trainable
-from fp8serve.model.config.decoder import ModelConfig
-from fp8serve.model.network.decoder import Attend, Decoder, rotated
+from fp8serve.model.config.model_config import ModelConfig
+from fp8serve.model.network.decoder import Decoder, rotated
+from fp8serve.model.network.rotary import Attend
 
 SIZES = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,

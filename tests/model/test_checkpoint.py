@@ -24,8 +24,8 @@ from fp8serve.model.checkpoint import (
     load_trainable,
     open_checkpoint,
     save_scales,
-    write_calibrated,
 )
+from fp8serve.model.export import write_calibrated
 from tests.model.oracle import all_logits, make_model, state_for
 
 ModelDir = Callable[[str], Path]

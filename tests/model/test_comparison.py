@@ -15,7 +15,8 @@ from fp8serve.cli import main
 from fp8serve.comparison import Comparison, compare
 from fp8serve.errors import Fp8ServeError, ModelError
 from fp8serve.fp8.recipe import from_name
-from fp8serve.model.checkpoint import ScalingCheckpoint, TensorScale, open_checkpoint, save_scales, write_calibrated
+from fp8serve.model.checkpoint import ScalingCheckpoint, TensorScale, open_checkpoint, save_scales
+from fp8serve.model.export import write_calibrated
 from fp8serve.model.formats.scales import FILE_NAME, read_scales
 from tests.model.oracle import state_for
 

@@ -17,15 +17,8 @@ from fp8serve.errors import MachineError, ModelError, ScalesError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import delayed
 from fp8serve.model import export
-from fp8serve.model.checkpoint import (
-    ScalingCheckpoint,
-    TensorScale,
-    load_servable,
-    load_trainable,
-    open_checkpoint,
-    write_calibrated,
-    write_hf_directory,
-)
+from fp8serve.model.checkpoint import ScalingCheckpoint, TensorScale, load_servable, load_trainable, open_checkpoint
+from fp8serve.model.export import write_calibrated, write_hf_directory
 from fp8serve.model.storage.shards import read_header
 from tests.model.oracle import IDS, LINEAR, all_logits, state_for
 

@@ -24,7 +24,7 @@ from fp8serve.model.config.decoder import read_config
 from fp8serve.model.gguf import conversion as packaged
 from fp8serve.model.gguf import families as gguf_families
 from fp8serve.model.gguf.conversion import convert, file_hash
-from fp8serve.model.gguf.families import dequantized
+from fp8serve.model.gguf.families import dequantize
 from fp8serve.model.gguf.reader import TYPES, GgufFile
 from fp8serve.model.text.tokenizer import Tokenizer
 from tests.model.gguf_files import add, finish, write_gguf
@@ -118,7 +118,7 @@ def test_every_type_is_dequantized_as_the_package_does(
     found = GgufFile(finish(writer, tmp_path / "one.gguf")).tensors["token_embd.weight"]
     expected = torch.from_numpy(np.array(gguf.dequantize(raw, kind))).to(torch.bfloat16)
     assert expected.shape == (5, 256)
-    assert torch.equal(dequantized(found), expected)
+    assert torch.equal(dequantize(found), expected)
 
 
 def test_config_tokenizer_and_template_come_along(file: Path, model_dir: ModelDir, tmp_path: Path) -> None:

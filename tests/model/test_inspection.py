@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from fp8serve.cli import main
 from fp8serve.errors import ModelError
 from fp8serve.inspection import inspect
-from fp8serve.model.checkpoint import write_calibrated
+from fp8serve.model.export import write_calibrated
 from tests.model.oracle import state_for
 
 LINEAR = "model.layers.0.mlp.up_proj"

@@ -11,7 +11,7 @@ from torch import Tensor
 from fp8serve.cli import main
 from fp8serve.errors import Fp8ServeError
 from fp8serve.model.checkpoint import cache_refusal, kv_scales, load_reader, open_checkpoint
-from fp8serve.model.config.either import holds_encoder
+from fp8serve.model.config.decoder import holds_encoder
 from tests.compatibility.cases import make
 from tests.model import checkpoints as made
 from tests.model.checkpoints import Draft

@@ -17,7 +17,7 @@ import fp8serve
 from fp8serve.errors import Fp8ServeError, ModelError
 from fp8serve.model.adapters import read_adapter
 from fp8serve.model.checkpoint import kv_scales, open_checkpoint
-from fp8serve.model.config.either import read_any_config
+from fp8serve.model.config.decoder import read_any_config
 from fp8serve.model.config.sentence import modules_of
 from fp8serve.model.export import CARRIED
 from fp8serve.model.formats.scales import load_scales

@@ -18,14 +18,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from fp8serve.inspection import inspect
-from fp8serve.model.checkpoint import (
-    TensorScale,
-    load_servable,
-    load_trainable,
-    open_checkpoint,
-    write_calibrated,
-    write_hf_directory,
-)
+from fp8serve.model.checkpoint import TensorScale, load_servable, load_trainable, open_checkpoint
+from fp8serve.model.export import write_calibrated, write_hf_directory
 from fp8serve.model.readers import EXPERTS, MODELOPT, SPELLING, reader_notes
 from fp8serve.model.storage.shards import open_shards
 from tests.model.oracle import IDS, LINEAR, all_logits, make_model, state_for

@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 
 from fp8serve.cli import main
 from fp8serve.errors import ModelError
-from fp8serve.model.checkpoint import kv_scales, load_servable, open_checkpoint, write_calibrated
+from fp8serve.model.checkpoint import kv_scales, load_servable, open_checkpoint
+from fp8serve.model.export import write_calibrated
 from fp8serve.model.formats.scales import load_scales
 from fp8serve.model.rewriting import rewrite
 from fp8serve.model.verify import verify

@@ -20,7 +20,7 @@ from fp8serve.errors import ModelError, RecipeError
 from fp8serve.inspection import inspect
 from fp8serve.model.checkpoint import load_servable, open_checkpoint
 from fp8serve.model.config.decoder import parse_config, read_config
-from fp8serve.model.config.either import COMPUTED_BY
+from fp8serve.model.config.model_config import COMPUTED_BY
 from fp8serve.model.transformers_backend import trial as check
 from fp8serve.model.transformers_backend.experts import TESTED
 from tests.compatibility.cases import BY_TRANSFORMERS, make

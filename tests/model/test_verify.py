@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8serve.cli import main
 from fp8serve.errors import ModelError
-from fp8serve.model.checkpoint import write_calibrated
+from fp8serve.model.export import write_calibrated
 from fp8serve.model.verify import CHECKS, verify
 from tests.model import checkpoints as made
 from tests.model.checkpoints import Draft

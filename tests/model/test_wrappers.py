@@ -15,9 +15,10 @@ from fp8serve.errors import ModelError
 from fp8serve.fp8 import ops
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.inspection import inspect
-from fp8serve.model.checkpoint import load_servable, open_checkpoint, write_calibrated, write_hf_directory
+from fp8serve.model.checkpoint import load_servable, open_checkpoint
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.config.wrappers import read_text_config
+from fp8serve.model.export import write_calibrated, write_hf_directory
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.trainer import Trainer
 from tests.model.oracle import SIZES, YARN, all_logits, state_for, write_tokenizer

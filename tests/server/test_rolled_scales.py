@@ -17,7 +17,7 @@ from fp8serve.model.export import write_calibrated
 from fp8serve.model.formats import FORMATS
 from fp8serve.model.formats.scales import ScalingCheckpoint, TensorScale, fingerprint, read_scales, save_scales
 from fp8serve.model.network.decoder import Decoder
-from fp8serve.model.rolled import write_rolled
+from fp8serve.model.rewriting import write_rolled
 from fp8serve.model.verify import verify
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.serving import rolled_scales

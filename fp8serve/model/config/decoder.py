@@ -1,4 +1,4 @@
-"""The hyper-parameters we honour, read from `config.json`.
+"""The hyper-parameters we honour, read from `config.json`: here a decoder's, in encoder.py an encoder's.
 
 Published architectures are one decoder with switches: a row of `families` has what the architecture fixes, the file has
 the rest. Every key of the file is one of three: honoured (it becomes a field), harmless (reader.py), or unknown. An
@@ -13,99 +13,29 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from fp8serve.errors import ModelError, shown
-from fp8serve.model.config.encoder import ENCODERS, OF_HEADS, Head, head_of, is_encoder
+from fp8serve.model.config.encoder import ENCODERS, OF_HEADS, head_of, is_encoder, parse_encoder_config
 from fp8serve.model.config.families import FAMILIES
-from fp8serve.model.config.family import BEFORE, SHARED, Family, HeadNorm, Norm, Norms
-from fp8serve.model.config.latent import Latent, latent_attention, latent_of
-from fp8serve.model.config.mixture import Experts, experts_of
+from fp8serve.model.config.family import SHARED, Family
+from fp8serve.model.config.latent import latent_attention, latent_of
+from fp8serve.model.config.mixture import experts_of
+from fp8serve.model.config.model_config import Activation, AnyConfig, ModelConfig, TransformersClass
 from fp8serve.model.config.reader import HONOURED, Reader, is_harmless, token_ids
-from fp8serve.model.config.rope import QueryScaling, Rope, layer_ropes, query_scaling, rotary_dim
+from fp8serve.model.config.rope import layer_ropes, query_scaling, rotary_dim
 from fp8serve.model.config.wrappers import read_text_config
 from fp8serve.model.storage.files import present, read_optional_json
 from fp8serve.processes import module_command
 
-Activation = Literal["silu", "gelu_tanh", "xielu"]
 _CLASSIFIES = "ForSequenceClassification"
 _GATED: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _UNGATED: dict[str, Activation] = {"xielu": "xielu"}
-_COMMAND = module_command("fp8serve.model.transformers_backend")
+_COMMAND = module_command("fp8serve.model.transformers_backend.trial")
 _SECONDS = 300.0
-
-
-@dataclass(frozen=True)
-class TransformersClass:
-    """A model without a family, which transformers' own class computes (transformers_backend/)."""
-
-    config_json: str
-    softmax_scales: tuple[float, ...]  # of each layer
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """One decoder-only transformer. Sizes in elements; every field that changes the maths is here.
-
-    The fields with a default are those in which other families differ from Llama.
-    """
-
-    architecture: str
-    model_type: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    attention_bias: bool  # on q, k and v
-    attention_out_bias: bool  # on o
-    mlp_bias: bool
-    qk_norm: bool
-    layer_windows: tuple[int | None, ...]  # per layer: a query sees this many newest positions; None sees all
-    layer_ropes: tuple[Rope | None, ...]  # per layer: rotary position; None has none
-    bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]
-    dtype: str  # of the weights as published: "bfloat16", "float16" or "float32"
-    softmax_scale: float  # multiplies the products of queries and keys
-    attention_softcap: float | None = None  # a score s becomes softcap * tanh(s / softcap)
-    activation: Activation = "silu"  # xielu: of an MLP that multiplies by no gate
-    norms: Norms = BEFORE
-    offset_norms: bool = False  # norms multiply by 1 + weight
-    embedding_scale: float = 1.0
-    rounds_embedding_scale: bool = False  # to the weights' type, before the product
-    residual_scale: float = 1.0  # multiplies what a block adds to the residual
-    logits_divisor: float = 1.0
-    logits_softcap: float | None = None
-    head_bias: bool = False
-    fused_qkv: bool = False  # one linear, q's rows first
-    fused_gate_up: bool = False
-    qk_norm_weight: HeadNorm = "shared"  # where there is a qk_norm
-    rotary_dim: int | None = None  # elements of a head, from the first on, that are rotated; None: all
-    neighbours_pair: bool = False  # rotary position rotates element 2i with 2i + 1
-    query_scaling: QueryScaling | None = None
-    parallel: bool = False  # the MLP reads what attention reads, and both are added to it
-    norm: Norm = "rms"
-    norm_bias: bool = False
-    experts: Experts | None = None  # in place of the MLP in some layers
-    latent: Latent | None = None  # all heads read one key, whose latent part is the value, too
-    num_predictors: int = 0  # layers after the last that may be in the file, and are left out
-    attention_sinks: bool = False  # a logit of each head joins the denominator of its softmax
-    head: Head | None = None  # a head of labels in place of the one that makes logits of tokens
-    computed_by: TransformersClass | None = None  # the fields of rotary position, norms and biases then have no meaning
-
-    @property
-    def max_length(self) -> int:
-        """Tokens of the longest sequence."""
-        return self.max_position_embeddings
 
 
 def read_config(model_dir: Path | str) -> ModelConfig:
@@ -118,12 +48,32 @@ def read_config(model_dir: Path | str) -> ModelConfig:
     return parse_config(raw, generation, where)
 
 
-def check_config(model_dir: Path | str) -> None:
-    """ModelError as `read_config`, but a model without a family is left to the process that computes it: a full check
-    would take torch, transformers and seconds."""
+def holds_encoder(model_dir: Path | str) -> bool:
+    """Whether the directory is that of an encoder. ModelError: a damaged config.json."""
+    return is_encoder(read_optional_json(Path(model_dir) / "config.json"))
+
+
+def read_any_config(model_dir: Path | str) -> AnyConfig:
+    """As `read_config`, for encoders, too."""
+    path = Path(model_dir) / "config.json"
+    raw = read_optional_json(path)
+    return parse_encoder_config(raw, str(path)) if is_encoder(raw) else read_config(model_dir)
+
+
+def check_any_config(model_dir: Path | str) -> None:
+    """ModelError as `read_any_config`, but a model without a family is left to the process that computes it: a full
+    check would take torch, transformers and seconds."""
+    if holds_encoder(model_dir):
+        read_any_config(model_dir)
+        return
     raw, generation, where = _read(Path(model_dir))
     if not is_without_family(raw):
         parse_config(raw, generation, where)
+
+
+def parse_any_config(raw: Mapping[str, Any]) -> AnyConfig:
+    """As `parse_config`, for encoders, too."""
+    return parse_encoder_config(raw) if is_encoder(raw) else parse_config(raw)
 
 
 def _read(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any] | None, str]:
@@ -155,7 +105,7 @@ def parse_config(
         name = ENCODERS[raw["model_type"]].architecture
         raise ModelError(f"{where} is of an encoder of {name}'s family: it embeds or classifies, and writes no text.")
     if is_without_family(raw):
-        return _by_transformers(raw, generation or {}, where)
+        return _describe_class(raw, generation or {}, where)
     family = _family(raw, where)
     _refuse_unknown(raw, family, where)
     get = Reader(raw, family, where)
@@ -163,7 +113,9 @@ def parse_config(
     windows, latent = _windows(get, layers, where), latent_of(get)
     attention = latent_attention(get, latent) if latent else _attention(get, _head_dim(get, where), where)
     head_dim = attention["head_dim"]
-    turned = latent.rope if latent else rotary_dim(get, head_dim)
+    num_rotated = latent.rope if latent else rotary_dim(get, head_dim)
+    # generation_config.json takes precedence, as in transformers: chat models list their end-of-turn tokens there
+    eos = (generation or {}).get("eos_token_id")
     return ModelConfig(
         architecture=family.architecture,
         model_type=str(raw["model_type"]),
@@ -177,12 +129,12 @@ def parse_config(
         head=head_of(raw, where) if classifies(raw) else None,
         mlp_bias=get.boolean("mlp_bias"),
         layer_windows=windows,
-        layer_ropes=layer_ropes(get, windows, max_len, turned),
-        rotary_dim=None if turned == head_dim else turned,
+        layer_ropes=layer_ropes(get, windows, max_len, num_rotated),
+        rotary_dim=None if num_rotated == head_dim else num_rotated,
         neighbours_pair=family.neighbours_pair and (not latent or get.boolean("rope_interleave")),
         query_scaling=query_scaling(get, max_len),
         bos_token_id=get.token("bos_token_id"),
-        eos_token_ids=_eos(get, generation or {}, where),
+        eos_token_ids=token_ids(get("eos_token_id") if eos is None else eos, "eos_token_id", where),
         dtype=_dtype(raw, where),
         activation=_activation(get, where),
         norm=family.norm,
@@ -199,10 +151,10 @@ def parse_config(
     )
 
 
-def _by_transformers(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def _describe_class(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
     """A process without torch does not load it but asks another process."""
     if "torch" in sys.modules:
-        from fp8serve.model.transformers_backend import describe  # here: it brings torch
+        from fp8serve.model.transformers_backend.trial import describe  # here: it brings torch
 
         return describe(raw, generation, where)
     fields = ask(raw, generation, where)
@@ -211,7 +163,7 @@ def _by_transformers(raw: Mapping[str, Any], generation: Mapping[str, Any], wher
 
 def ask(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The fields of the model's `ModelConfig` that have no default or another value, from a process of
-    transformers_backend/__main__.py, which is started once for each model, takes seconds, and ends. ModelError: as
+    transformers_backend/trial.py, which is started once for each model, takes seconds, and ends. ModelError: as
     `describe`."""
     text = _ask(json.dumps([raw, generation, where], sort_keys=True))
     try:
@@ -300,14 +252,6 @@ def _activation(get: Reader, where: str) -> Activation:
     return activation
 
 
-def computed_by_note(config: ModelConfig) -> tuple[str, ...]:
-    """A sentence for the owner of a model that transformers computes; empty for other models."""
-    if config.computed_by is None:
-        return ()
-    return (f"{config.architecture} has no family here: transformers' own class computes it, with the same numerics in "
-            "its linear layers and its cache, and slower.",)  # fmt: skip
-
-
 def is_without_family(raw: Mapping[str, Any]) -> bool:
     """Whether transformers' own class is asked to compute the model."""
     kind = raw.get("model_type")
@@ -316,7 +260,7 @@ def is_without_family(raw: Mapping[str, Any]) -> bool:
 
 def _family(raw: Mapping[str, Any], where: str) -> Family:
     family, names = FAMILIES.get(str(raw.get("model_type"))), raw.get("architectures")
-    if family is None or (names and names not in _spelled(family)):
+    if family is None or (names and names not in _class_names(family)):
         name = names[0] if isinstance(names, list) and names else raw.get("model_type")
         known = ", ".join(f.architecture for f in FAMILIES.values())
         more = "" if family else "; pip install 'fp8serve[transformers]' lets transformers' own classes compute others"
@@ -324,7 +268,7 @@ def _family(raw: Mapping[str, Any], where: str) -> Family:
     return family
 
 
-def _spelled(family: Family) -> list[list[str]]:
+def _class_names(family: Family) -> list[list[str]]:
     """The classes of a family: the one that writes text, and those that embed and classify."""
     ends, names = ("ForCausalLM", "Model", _CLASSIFIES), (family.architecture, family.published_as)
     return [[name.replace("ForCausalLM", end)] for name in names if name is not None for end in ends]
@@ -376,12 +320,6 @@ def _windows(get: Reader, layers: int, where: str) -> tuple[int | None, ...]:
     if windows.count(None) != types.count("full_attention") or (uniform and set(windows) != {window}):
         raise ModelError(f"{where}: layer_types contradicts sliding_window {window} of {get.family.architecture}.")
     return windows
-
-
-def _eos(get: Reader, generation: Mapping[str, Any], where: str) -> tuple[int, ...]:
-    """generation_config.json takes precedence, as in transformers: chat models list their end-of-turn tokens there."""
-    value = generation.get("eos_token_id")
-    return token_ids(get("eos_token_id") if value is None else value, "eos_token_id", where)
 
 
 def _dtype(raw: Mapping[str, Any], where: str) -> str:

@@ -84,15 +84,15 @@ def rotary_dim(get: Reader, head_dim: int) -> int:
     key, (whole, windowed) = "partial_rotary_factor", _rope_parameters(get)
     own = 1.0 if get(key) is None else get(key)
     parts = sorted({positive_number(rope.get(key), key, get.where, own) for rope in (whole, windowed or whole)})
-    turned = int(head_dim * parts[0])
+    num_rotated = int(head_dim * parts[0])
     if parts == [1.0]:
         return head_dim
-    if key not in get.family.optional or len(parts) > 1 or parts[0] > 1 or turned % 2 or turned == 0:
+    if key not in get.family.optional or len(parts) > 1 or parts[0] > 1 or num_rotated % 2 or num_rotated == 0:
         raise ModelError(
             f"{get.where}: {key} {parts[0]} of heads of {head_dim} elements is not supported for "
             f"{get.family.architecture}."
         )
-    return turned
+    return num_rotated
 
 
 def query_scaling(get: Reader, max_len: int) -> QueryScaling | None:

@@ -158,8 +158,8 @@ def read_quantization(model_dir: Path, raw_config: Mapping[str, Any]) -> Quantiz
 
 def _compressed_tensors(config: Fields) -> Quantization:
     name = "compressed-tensors"
-    if (form := config.text("format")) not in (*CT_FORMATS, None):  # dense: KV only
-        raise _unsupported(name, "format", form)
+    if (value := config.text("format")) not in (*CT_FORMATS, None):  # dense: KV only
+        raise _unsupported(name, "format", value)
     sparse, rotated = config.object("sparsity_config"), config.object("transform_config")
     if (sparse and sparse.says_something and sparse.text("format") != "dense") or (rotated and rotated.says_something):
         raise ModelError(f"The {name} checkpoint is sparse or rotated, which is not supported.")
@@ -184,7 +184,9 @@ def _ct_inputs(group: Fields) -> QuantSpec:
         return UNQUANTIZED
     _require_fp8("compressed-tensors", "input_activations", inputs)
     strategy = inputs.text("strategy") or "tensor"
-    if not _is_dynamic(inputs):
+    if inputs.anything("dynamic") == "local":  # a global scale and a dynamic one, which exists for FP4 only
+        raise _unsupported("compressed-tensors", "dynamic activations", "local")
+    if not inputs.boolean("dynamic"):
         if strategy != "tensor":
             raise _unsupported("compressed-tensors", "static activation strategy", strategy)
         return STATIC
@@ -206,13 +208,6 @@ def _ct_dynamic(strategy: str, inputs: Fields) -> QuantSpec:
     return spec
 
 
-def _is_dynamic(inputs: Fields) -> bool:
-    """ "local" (a global scale and a dynamic one) exists for FP4 only."""
-    if inputs.anything("dynamic") == "local":
-        raise _unsupported("compressed-tensors", "dynamic activations", "local")
-    return bool(inputs.boolean("dynamic"))
-
-
 def _require_fp8(producer: str, what: str, args: Fields | None) -> None:
     if args is None:
         return
@@ -230,8 +225,8 @@ def _fp8(config: Fields) -> Quantization:
     """vLLM's and DeepSeek's `quant_method: fp8`. Dynamic inputs: one scale per token, so that a sequence's answer does
     not depend on its neighbours in the batch; per 1x128 where the weight is in blocks."""
     block, kind = config.anything("weight_block_size"), config.text("activation_scheme") or "dynamic"
-    if (form := config.text("fmt")) not in ("e4m3", "float8_e4m3fn", None):
-        raise _unsupported("fp8", "fmt", form)
+    if (value := config.text("fmt")) not in ("e4m3", "float8_e4m3fn", None):
+        raise _unsupported("fp8", "fmt", value)
     if block == [1, MX_BLOCK]:
         return _mx(config)
     if block not in (None, list(BLOCKED_WEIGHT.block)):
@@ -332,7 +327,7 @@ def quantizing_scale(name: str, stored: Tensor, note: str | None = None) -> Tens
     if is_extreme(value):
         size = "small" if value < 1 else "large"
         raise ModelError(f"{name} holds {float(value):.3g}, which is too {size} for a scale; calibrate again.")
-    exact = None if note is None else _noted(note)
+    exact = None if note is None else _parse_note(note)
     if exact is not None and torch.equal(dequantizing_scale(exact)[0], value):
         return exact
     return value.reciprocal()
@@ -344,7 +339,7 @@ def is_extreme(value: Tensor) -> bool:
     return number > 0 and min(number, float(value.reciprocal())) < torch.finfo(torch.float32).tiny
 
 
-def _noted(note: str) -> Tensor | None:
+def _parse_note(note: str) -> Tensor | None:
     try:
         scale = torch.tensor(float.fromhex(note), dtype=torch.float32)
     except (ValueError, OverflowError):

@@ -50,7 +50,7 @@ class Widened(Shards):
                 raise _not_finite(scale)
 
 
-def widened(shards: Shards) -> Shards:
+def widen(shards: Shards) -> Shards:
     """The same tensors with every MX weight as BF16, under the name `P.weight`, and without its scales."""
     entries, computed = dict(shards.entries), dict[str, Callable[[], Tensor]]()
     for key, scale in pairs(shards.entries).items():

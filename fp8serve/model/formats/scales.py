@@ -24,8 +24,9 @@ from fp8serve.errors import Fp8ServeError, RecipeError, ScalesError, json_fault
 from fp8serve.fp8.amax_rules import RULES
 from fp8serve.fp8.recipe import Recipe, delayed, from_json, to_json
 from fp8serve.fp8.scaling import fp8_max
-from fp8serve.model.config.decoder import ModelConfig, read_config
+from fp8serve.model.config.decoder import read_config
 from fp8serve.model.config.encoder import is_encoder, parse_encoder_config
+from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.storage.files import fsync, no_duplicates, read_optional_json, save_tensors
 from fp8serve.model.storage.shards import Shards, open_shards, read_header, type_name
 

@@ -31,8 +31,8 @@ from torch import Tensor
 
 from fp8serve.errors import ModelError
 from fp8serve.fp8.ops.arithmetic import BLOCK as BLOCK_ROWS
-from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.config.mixture import Experts
+from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.formats.microscaling import BLOCK, mxfp4
 from fp8serve.model.storage.shards import Shards, StoredTensor
 

@@ -27,10 +27,9 @@ def convert(path: Path | str, out: Path | str) -> None:
     ModelError: `out` is taken; the file is damaged, or holds an architecture, a type or a tokenizer that is not read.
     """
     from fp8serve.model.export import write_hf_directory
-    from fp8serve.model.gguf.config import ROPE_FACTORS, hf_config
     from fp8serve.model.gguf.families import layout_of
+    from fp8serve.model.gguf.model import ROPE_FACTORS, Weights, hf_config
     from fp8serve.model.gguf.reader import GgufFile
-    from fp8serve.model.gguf.tensors import Weights
     from fp8serve.model.gguf.tokenizer import tokenizer_files
 
     out = Path(out)

@@ -3,7 +3,7 @@
 A row says which `model_type` a file of this architecture becomes, which keys and tensors it has in addition to the
 common ones, and what llama.cpp computes without a key for it (`fixed`), such as the pattern of windows. A function
 `derive` gives keys of config.json that are more than a renaming, from the file and the keys read so far. An
-architecture without a row is refused. `decimal` and `dequantized` read numbers of any file.
+architecture without a row is refused. `decimal` and `dequantize` read numbers of any file.
 """
 
 import math
@@ -35,7 +35,7 @@ def decimal(value: Any) -> Any:
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def dequantized(tensor: Any, dtype: torch.dtype = torch.bfloat16, expert: int | None = None) -> Tensor:
+def dequantize(tensor: Any, dtype: torch.dtype = torch.bfloat16, expert: int | None = None) -> Tensor:
     """A `gguf.ReaderTensor` as `dtype`, in the shape that PyTorch gives it; FP32 of a few rows at a time.
 
     expert: the number of an expert in a stack, to get it alone.
@@ -76,10 +76,10 @@ def gemma_softmax(file: GgufFile, config: Config) -> Config:
 def partial_rotary(file: GgufFile, config: Config) -> Config:
     """The fraction of a head that is rotated."""
     arch = file.require("general.architecture", str)
-    turned, head = file.get(f"{arch}.rope.dimension_count", int), config["head_dim"]
-    if turned is None or not isinstance(head, int) or not 0 < turned <= head:
+    num_rotated, head = file.get(f"{arch}.rope.dimension_count", int), config["head_dim"]
+    if num_rotated is None or not isinstance(head, int) or not 0 < num_rotated <= head:
         return {}
-    return {"partial_rotary_factor": turned / head}
+    return {"partial_rotary_factor": num_rotated / head}
 
 
 def phi3(file: GgufFile, config: Config) -> Config:
@@ -103,7 +103,7 @@ def phi3(file: GgufFile, config: Config) -> Config:
 def _factors(file: GgufFile, name: str) -> list[float]:
     if name not in file.tensors:
         raise ModelError(f"{file.path} has no {name}; convert the model to GGUF again.")
-    return [decimal(factor) for factor in dequantized(file.tensors[name], torch.float32).flatten().tolist()]
+    return [decimal(factor) for factor in dequantize(file.tensors[name], torch.float32).flatten().tolist()]
 
 
 def _attention_factor(file: GgufFile, config: Config, original: int) -> Config:

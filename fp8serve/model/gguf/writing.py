@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import MachineError, ModelError, shown
-from fp8serve.model.config.decoder import ModelConfig, parse_config
+from fp8serve.model.config.decoder import parse_config
+from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.config.rope import LongRope, Rope
-from fp8serve.model.gguf.config import KEYS, ROPE_FACTORS, hf_config
 from fp8serve.model.gguf.families import LAYOUTS
+from fp8serve.model.gguf.model import ENDS, KEYS, LAYER, PERMUTED, ROPE_FACTORS, hf_config
 from fp8serve.model.gguf.reader import GgufFile
-from fp8serve.model.gguf.tensors import ENDS, LAYER, PERMUTED
 from fp8serve.model.gguf.tokenizer import FAMILIES, Family, Kind, tokenizer_files
 from fp8serve.model.network.rotary import inverse_frequencies
 from fp8serve.model.storage.files import (
@@ -215,8 +215,14 @@ def _write(path: Path, arch: str, keys: dict[str, Any], checkpoint: Checkpoint, 
     import gguf
 
     writer = gguf.GGUFWriter(path, arch)
+    adders: dict[type, Any] = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+    }
     for key, value in keys.items():
-        _add(writer, key, value)
+        adders.get(type(value), writer.add_array)(key, value)
     items = [*_factors(checkpoint.config), *_items(checkpoint, weight_type)]
     for name, shape, kind, _ in items:
         byte_shape, dtype = _layout(shape, kind)
@@ -242,11 +248,6 @@ def _quantized(name: str, kind: str, values: Any) -> Any:
             most = float(np.abs(values).max())
             raise ModelError(f"The tensor {name} holds {most:.6g}, which is too large for {kind}; choose --type BF16.")
     return stored
-
-
-def _add(writer: Any, key: str, value: Any) -> None:
-    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    kinds.get(type(value), writer.add_array)(key, value)
 
 
 def _layout(shape: tuple[int, ...], kind: str) -> tuple[tuple[int, ...], Any]:

@@ -27,13 +27,13 @@ from torch import Tensor, nn
 
 from fp8serve.fp8.elementwise import rotary
 from fp8serve.fp8.stacked import Stacked
-from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.config.mixture import Experts
+from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.network.experts import Mixture
 from fp8serve.model.network.fusing import PLAIN, Ending, Projections, add_gated, add_projection, direct
 from fp8serve.model.network.latent_attention import LatentAttention
 from fp8serve.model.network.norms import make_head_norm, make_norm
-from fp8serve.model.network.rotary import Placement, Rotary, Rotation
+from fp8serve.model.network.rotary import Attend, Heads, Placement, Rotary, Rotation
 
 
 class XIELU(nn.Module):
@@ -81,12 +81,6 @@ class ApertusMLP(nn.Module):
     def matrices(self) -> Iterator[nn.Module | Projections]:
         """The matrices that a step multiplies by."""
         yield from (*self.up.matrices(), self.down_proj)
-
-
-Heads = tuple[Tensor, Tensor, Tensor]  # q [T, heads, head_dim], k and v [T, kv_heads, head_dim]
-# attend(layer, heads, rotation, last) -> [T, heads, head_dim]: rotates q and k, and attends; where `last` int64 [R] is
-# not None only the queries of these rows do -> [R, heads, head_dim]
-Attend = Callable[[int, Heads, Rotation, Tensor | None], Tensor]
 
 
 def rotated(mix: Callable[[int, Tensor, Tensor, Tensor], Tensor]) -> Attend:

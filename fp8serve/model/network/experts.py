@@ -27,9 +27,9 @@ from fp8serve.fp8.ops.grouped import spans
 from fp8serve.fp8.ops.mixture import Scores, add_weighted, weigh
 from fp8serve.fp8.own_product import product
 from fp8serve.fp8.stacked import Stacked, can_stack
-from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.config.mixture import CORRECTION, Routing
 from fp8serve.model.config.mixture import Experts as ExpertSettings
+from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.network.fusing import GATED, Ending, direct
 from fp8serve.model.storage.memory import free_memory, trim
 from fp8serve.model.storage.shards import release_pages

@@ -21,7 +21,7 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.joined import Joined, can_join
 from fp8serve.fp8.replacing import note_replacements
 from fp8serve.fp8.served_adapters import any_active
-from fp8serve.model.config.decoder import Activation
+from fp8serve.model.config.model_config import Activation
 from fp8serve.model.network.norms import RMSNorm
 
 

@@ -11,20 +11,16 @@ the papers' form, so a scale of that input could not be used.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from fp8serve.fp8.own_product import is_own, product
-from fp8serve.model.config.decoder import ModelConfig
 from fp8serve.model.config.latent import Latent
+from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.network.fusing import Ending, Projections, add_projection, direct
 from fp8serve.model.network.norms import RMSNorm
-from fp8serve.model.network.rotary import Placement
-
-if TYPE_CHECKING:
-    from fp8serve.model.network.decoder import Attend, Heads
+from fp8serve.model.network.rotary import Attend, Heads, Placement
 
 EPS = 1e-6  # for the norms of latent vectors, whatever the file says about the others
 
@@ -85,7 +81,7 @@ class LatentAttention(nn.Module):
         x: Tensor,
         norm: nn.Module | None,
         place: Placement,
-        attend: "Attend",
+        attend: Attend,
         ending: Ending,
         last: Tensor | None = None,
     ) -> Tensor:
@@ -95,7 +91,9 @@ class LatentAttention(nn.Module):
             x = x[last]
             if x.size(0) == 0:
                 return x
-        values = self.kv_b_proj.of_values(self._latents(mixed).to(x.dtype))
+        first, second = mixed.chunk(2, -1)  # in rotary.py's order, of which a part is rotated
+        half = self.latent.rope // 2
+        values = self.kv_b_proj.of_values(torch.cat((first[..., half:], second[..., half:]), -1).to(x.dtype))
         return add_projection(x, self._modules["o_proj"], values.flatten(1), ending)  # type: ignore[arg-type]
 
     def matrices(self) -> Iterator[nn.Module | Projections]:
@@ -105,21 +103,15 @@ class LatentAttention(nn.Module):
             yield self.q_b_proj
         yield self.o_proj
 
-    def _heads(self, x: Tensor, norm: nn.Module | None, place: Placement) -> "Heads":
+    def _heads(self, x: Tensor, norm: nn.Module | None, place: Placement) -> Heads:
         sizes = self.latent
         q, key = self.qkv(x, norm)
         if sizes.q_rank is not None:
             q = self.q_b_proj(direct(self.q_a_layernorm)(q))
         q_nope, q_rope = q.view(x.size(0), self.heads, -1).split_with_sizes((sizes.nope, sizes.rope), -1)
-        latent, turned = key.split_with_sizes((sizes.rank, sizes.rope), -1)
+        latent, rope_key = key.split_with_sizes((sizes.rank, sizes.rope), -1)
         query = torch.cat((q_rope, self.kv_b_proj.of_queries(q_nope)), -1)
-        shared = torch.cat((turned, direct(self.kv_a_layernorm)(latent.contiguous())), -1)[:, None]
+        shared = torch.cat((rope_key, direct(self.kv_a_layernorm)(latent.contiguous())), -1)[:, None]
         if place.order is not None:
             query, shared = query.index_select(-1, place.order), shared.index_select(-1, place.order)
         return query, shared, shared
-
-    def _latents(self, mixed: Tensor) -> Tensor:
-        """[T, heads, head_dim] in rotary.py's order, of which a part is rotated -> [T, heads, rank]."""
-        first, second = mixed.chunk(2, -1)
-        turned = self.latent.rope // 2
-        return torch.cat((first[..., turned:], second[..., turned:]), -1)

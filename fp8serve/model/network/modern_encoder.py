@@ -45,16 +45,12 @@ class Attention(nn.Module):
         """One sequence [length, 3, heads, head_dim]; alone, because a batch may be divided differently among
         threads."""
         q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in qkv.unbind(1))
-        cos, sin = self._angles(len(qkv), q)
-        q, k = _turned(q, cos, sin), _turned(k, cos, sin)
-        return F.scaled_dot_product_attention(q, k, v, self._near(len(qkv), q.device)).squeeze(0).transpose(0, 1)
-
-    def _angles(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [length, head_dim]."""
-        steps = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=like.device) / self.head_dim
-        half = torch.arange(length, device=like.device).float()[:, None] * (1.0 / self.theta**steps)
+        steps = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=q.device) / self.head_dim
+        half = torch.arange(len(qkv), device=q.device).float()[:, None] * (1.0 / self.theta**steps)
         angles = torch.cat((half, half), 1)
-        return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+        cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        return F.scaled_dot_product_attention(q, k, v, self._near(len(qkv), q.device)).squeeze(0).transpose(0, 1)
 
     def _near(self, length: int, device: torch.device) -> Tensor | None:
         """bool [length, length]: the tokens that each token sees; None: all."""
@@ -64,7 +60,7 @@ class Attention(nn.Module):
         return (at[:, None] - at).abs() <= self.window
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.float().chunk(2, -1)
     return (x.float() * cos + torch.cat((-b, a), -1) * sin).to(x.dtype)
 

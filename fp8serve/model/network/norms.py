@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor, nn
 
 from fp8serve.fp8.elementwise import rms_norm
-from fp8serve.model.config.decoder import ModelConfig
+from fp8serve.model.config.model_config import ModelConfig
 
 
 class RMSNorm(nn.Module):

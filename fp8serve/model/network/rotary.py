@@ -7,16 +7,21 @@ part of a head is rotated, its elements are first read in an order that gives th
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor
 
-from fp8serve.model.config.decoder import ModelConfig
+from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.config.rope import LongRope, QueryScaling, Rope, RopeScaling
 
 Rotation = tuple[Tensor, Tensor]  # cos, sin [T, 1, head_dim]
+Heads = tuple[Tensor, Tensor, Tensor]  # q [T, heads, head_dim], k and v [T, kv_heads, head_dim]
+# attend(layer, heads, rotation, last) -> [T, heads, head_dim]: rotates q and k, and attends; where `last` int64 [R] is
+# not None only the queries of these rows do -> [R, heads, head_dim]
+Attend = Callable[[int, Heads, Rotation, Tensor | None], Tensor]
 
 
 class Placement(NamedTuple):
@@ -71,33 +76,39 @@ def _order(config: ModelConfig) -> Tensor | None:
 
     A dot product of queries and keys does not change when both are read in another order.
     """
-    size, turned = config.head_dim, config.rotary_dim or config.head_dim
-    firsts = range(0, turned, 2) if config.neighbours_pair else range(turned // 2)
-    seconds = range(1, turned, 2) if config.neighbours_pair else range(turned // 2, turned)
-    middle = (turned + size) // 2  # each half has half of the elements that are not rotated
-    order = [*firsts, *range(turned, middle), *seconds, *range(middle, size)]
+    size, num_rotated = config.head_dim, config.rotary_dim or config.head_dim
+    firsts = range(0, num_rotated, 2) if config.neighbours_pair else range(num_rotated // 2)
+    seconds = range(1, num_rotated, 2) if config.neighbours_pair else range(num_rotated // 2, num_rotated)
+    middle = (num_rotated + size) // 2  # each half has half of the elements that are not rotated
+    order = [*firsts, *range(num_rotated, middle), *seconds, *range(middle, size)]
     return None if order == list(range(size)) else torch.tensor(order, device="cpu")
 
 
 class _Kind:
-    """The rotation of the first `turned` elements of a head, which some layers share."""
+    """The rotation of the first `num_rotated` elements of a head, which some layers share."""
 
-    def __init__(self, head_dim: int, turned: int, rope: Rope | None) -> None:
-        self._still = (head_dim - turned) // 2
+    def __init__(self, head_dim: int, num_rotated: int, rope: Rope | None) -> None:
+        self._unrotated = (head_dim - num_rotated) // 2
         self._scaling = None if rope is None else rope.scaling
         self._attention_factor = self._scaling.attention_factor if self._scaling else 1.0
-        self._short, self._long = (_OnDevice(inverse_frequencies(turned, rope, is_long=long)) for long in (False, True))
+        self._short, self._long = (
+            _OnDevice(inverse_frequencies(num_rotated, rope, is_long=long)) for long in (False, True)
+        )
 
     def rotation(self, positions: Tensor, dtype: torch.dtype, longest: int | None) -> Rotation:
         inv_freq, factor = self._stretched(positions, longest)
-        half = positions.float()[:, None] * inv_freq  # [T, turned / 2]
+        half = positions.float()[:, None] * inv_freq  # [T, num_rotated / 2]
         angles = torch.cat((half, half), dim=-1)[:, None, :]
         cos, sin = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
-        return (cos, sin) if not self._still else (_filled(cos, self._still, 1.0), _filled(sin, self._still, 0.0))
+        return (
+            (cos, sin)
+            if not self._unrotated
+            else (_filled(cos, self._unrotated, 1.0), _filled(sin, self._unrotated, 0.0))
+        )
 
     def _stretched(self, positions: Tensor, longest: int | None) -> tuple[Tensor, float | Tensor]:
-        """(frequencies [turned / 2], the factor of cos and sin); where the length of a token's sequence decides, [T,
-        turned / 2] and [T, 1, 1]."""
+        """(frequencies [num_rotated / 2], the factor of cos and sin); where the length of a token's sequence decides,
+        [T, num_rotated / 2] and [T, 1, 1]."""
         short, long = self._short.on(positions.device), self._long.on(positions.device)
         if not isinstance(self._scaling, LongRope):
             return short, self._attention_factor
@@ -118,9 +129,9 @@ def _lengths(positions: Tensor) -> Tensor:
     return newest[sequence] + 1
 
 
-def _filled(turns: Tensor, still: int, value: float) -> Tensor:
-    """[..., turned] -> [..., head_dim]: `still` elements of `value` behind each half."""
-    return torch.cat([F.pad(half, (0, still), value=value) for half in turns.chunk(2, dim=-1)], dim=-1)
+def _filled(turns: Tensor, unrotated: int, value: float) -> Tensor:
+    """[..., num_rotated] -> [..., head_dim]: `unrotated` elements of `value` behind each half."""
+    return torch.cat([F.pad(half, (0, unrotated), value=value) for half in turns.chunk(2, dim=-1)], dim=-1)
 
 
 def query_scale(positions: Tensor, scaling: QueryScaling) -> Tensor:
@@ -129,14 +140,14 @@ def query_scale(positions: Tensor, scaling: QueryScaling) -> Tensor:
     return (1 + scaling.beta * torch.log(1 + steps))[:, None, None]
 
 
-def inverse_frequencies(turned: int, rope: Rope | None, *, is_long: bool = False) -> Tensor:
-    """FP32 [turned / 2] on the CPU: theta^(-2i/turned), stretched as `rope.scaling` says; None: zeros.
+def inverse_frequencies(num_rotated: int, rope: Rope | None, *, is_long: bool = False) -> Tensor:
+    """FP32 [num_rotated / 2] on the CPU: theta^(-2i/num_rotated), stretched as `rope.scaling` says; None: zeros.
 
     is_long: for sequences beyond the trained context, if the scaling distinguishes them.
     """
     if rope is None:
-        return torch.zeros(turned // 2, device="cpu")
-    exponents = torch.arange(0, turned, 2, dtype=torch.float32, device="cpu") / turned
+        return torch.zeros(num_rotated // 2, device="cpu")
+    exponents = torch.arange(0, num_rotated, 2, dtype=torch.float32, device="cpu") / num_rotated
     scaling = rope.scaling
     if isinstance(scaling, LongRope):
         factors = scaling.long_factors if is_long else scaling.short_factors
@@ -148,7 +159,7 @@ def inverse_frequencies(turned: int, rope: Rope | None, *, is_long: bool = False
         return inv_freq / scaling.factor
     if scaling.kind == "llama3":
         return _llama3(inv_freq, scaling)
-    return _yarn(turned, rope.theta, scaling)
+    return _yarn(num_rotated, rope.theta, scaling)
 
 
 def _llama3(inv_freq: Tensor, s: RopeScaling) -> Tensor:

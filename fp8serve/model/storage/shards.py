@@ -218,7 +218,7 @@ def open_shards(model_dir: Path) -> Shards:
         pickled = next(iter(sorted(model_dir.glob("*.bin"))), None)
         hint = f" ({pickled.name} is a pickle, which is never read; convert it to safetensors)" if pickled else ""
         raise ModelError(f"{model_dir} holds no model.safetensors and no {INDEX}{hint}.")
-    return _indexed(model_dir)
+    return _read_index(model_dir)
 
 
 def _check_alone(model_dir: Path, entries: Mapping[str, StoredTensor]) -> None:
@@ -241,7 +241,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _indexed(model_dir: Path) -> Shards:
+def _read_index(model_dir: Path) -> Shards:
     index = model_dir / INDEX
     weight_map = _weight_map(index)
     headers = {name: read_header(_plain(model_dir, name))[0] for name in sorted(set(weight_map.values()))}

@@ -220,10 +220,12 @@ def _with_text(message: Message) -> Message:
 
 def _with_arguments_as_text(message: Message) -> Message:
     calls = message.get("tool_calls")
-    return message | {"tool_calls": [_spelt(call) for call in calls]} if isinstance(calls, list) else message
+    return (
+        message | {"tool_calls": [_arguments_as_text(call) for call in calls]} if isinstance(calls, list) else message
+    )
 
 
-def _spelt(call: Any) -> Any:
+def _arguments_as_text(call: Any) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or isinstance(function.get("arguments"), str):
         return call
@@ -236,17 +238,17 @@ def with_tools(messages: list[Message], tools: list[dict[str, Any]] | None, know
     `knows_calls`: calls and results can be written as they are.
     """
     if knows_calls:
-        return _described(messages, tools) if tools else messages
+        return _describe_tools(messages, tools) if tools else messages
     rewritten: list[Message] = []
     for is_result, group in groupby(messages, key=lambda message: message.get("role") == "tool"):
         if is_result:
             rewritten.append({"role": "user", "content": "\n".join(_result(message) for message in group)})
         else:
-            rewritten += [_called(message) if message.get("tool_calls") else message for message in group]
-    return _described(rewritten, tools) if tools else rewritten
+            rewritten += [_calls_as_text(message) if message.get("tool_calls") else message for message in group]
+    return _describe_tools(rewritten, tools) if tools else rewritten
 
 
-def _described(messages: list[Message], tools: list[dict[str, Any]]) -> list[Message]:
+def _describe_tools(messages: list[Message], tools: list[dict[str, Any]]) -> list[Message]:
     """The messages with the tools after the text of the system message."""
     text = DESCRIPTION.format(tools="\n".join(_json(tool) for tool in tools))
     if messages and messages[0].get("role") == "system":
@@ -255,7 +257,7 @@ def _described(messages: list[Message], tools: list[dict[str, Any]]) -> list[Mes
     return [{"role": "system", "content": text}, *messages]
 
 
-def _called(message: Message) -> Message:
+def _calls_as_text(message: Message) -> Message:
     """An assistant's turn, with its calls as text."""
     calls = (call["function"] for call in message["tool_calls"])
     written = [f"<tool_call>\n{_json({k: call[k] for k in ('name', 'arguments')})}\n</tool_call>" for call in calls]

@@ -81,11 +81,11 @@ def read_source(where: Path | str, columns: Collection[str] | None = None, limit
     """
     source, name = _source(where, columns, limits), source_name(where)
     if isinstance(source, Rows):
-        return Rows(_counted(source.rows, name, limits.rows, "rows"))
-    return Prose(_counted(source.paragraphs, name, limits.rows, "paragraphs"))
+        return Rows(_limit(source.rows, name, limits.rows, "rows"))
+    return Prose(_limit(source.paragraphs, name, limits.rows, "paragraphs"))
 
 
-def _counted(items: Iterator[T], name: str, most: int, what: str) -> Iterator[T]:
+def _limit(items: Iterator[T], name: str, most: int, what: str) -> Iterator[T]:
     for count, item in enumerate(items, 1):
         if count > most:
             raise DataError(f"{name} has more than {most:,} {what}, the most that is read of one file; give fewer.")
@@ -94,7 +94,9 @@ def _counted(items: Iterator[T], name: str, most: int, what: str) -> Iterator[T]
 
 def _source(where: Path | str, columns: Collection[str] | None, limits: DataLimits) -> Rows | Prose:
     if where == STDIN:
-        return _rows_or_prose(_lines(_stdin(), source_name(where), limits), source_name(where), limits)
+        lines = _lines(_stdin(), source_name(where), limits)
+        head, lines = _peek(lines)
+        return _json_lines(lines) if head.startswith("{") else Prose(_paragraphs(lines, source_name(where), limits))
     path = local_file(where)
     open_file(path, MAX_DATA_BYTES, DataError).close()  # a missing file is reported before an unsupported name
     return _by_suffix(path, Path(path.stem if _is_gzip(path) else path.name).suffix.lower(), columns, limits)
@@ -148,7 +150,7 @@ def _is_gzip(path: Path) -> bool:
 
 
 @contextmanager
-def _unpacked(path: Path) -> Iterator[BinaryIO | gzip.GzipFile]:
+def _unpack(path: Path) -> Iterator[BinaryIO | gzip.GzipFile]:
     """The content of a file, open for reading."""
     with open_file(path, MAX_DATA_BYTES, DataError) as file:
         try:
@@ -162,14 +164,14 @@ def _unpacked(path: Path) -> Iterator[BinaryIO | gzip.GzipFile]:
 
 def _file_lines(path: Path, limits: DataLimits, whole: bool = False) -> Iterator[str]:
     """`whole`: with their ends."""
-    with _unpacked(path) as file:
+    with _unpack(path) as file:
         yield from _lines(file, str(path), limits, whole)
 
 
 def _file_pieces(path: Path, limits: DataLimits) -> Iterator[str]:
     """The text of a file in pieces of about PIECE characters. A byte-order mark is dropped."""
     decoder, read, name = codecs.getincrementaldecoder("utf-8-sig")(), 0, str(path)
-    with _unpacked(path) as file:
+    with _unpack(path) as file:
         while raw := file.read(PIECE):
             _check_size(name, read + len(raw), limits)
             try:
@@ -198,7 +200,7 @@ def _lines(file: BinaryIO | gzip.GzipFile, name: str, limits: DataLimits, whole:
         was_blank = is_blank
         if blanks > limits.rows:
             raise DataError(f"{name} has more than {limits.rows:,} blank lines, the most that is read; take them out.")
-        line = _decoded(raw, name, read)
+        line = _decode(raw, name, read)
         yield line if whole else line.removesuffix("\n").removesuffix("\r")
         read += len(raw)
 
@@ -208,7 +210,7 @@ def _check_size(name: str, size: int, limits: DataLimits) -> None:
         raise DataError(f"{name} is larger than {limits.bytes >> 20} MiB, the most that is read; give less.")
 
 
-def _decoded(raw: bytes, name: str, start: int) -> str:
+def _decode(raw: bytes, name: str, start: int) -> str:
     try:
         text = raw.decode("utf-8" if start else "utf-8-sig")
     except UnicodeDecodeError as e:
@@ -234,11 +236,6 @@ def _stdin() -> BinaryIO:
     return sys.stdin.buffer
 
 
-def _rows_or_prose(lines: Iterator[str], name: str, limits: DataLimits) -> Rows | Prose:
-    head, lines = _beginning(lines)
-    return _json_lines(lines) if head.startswith("{") else Prose(_paragraphs(lines, name, limits))
-
-
 def _paragraphs(lines: Iterator[str], name: str, limits: DataLimits) -> Iterator[str]:
     """The parts between empty lines; those of white space alone are left out."""
     part: list[str] = []
@@ -255,7 +252,7 @@ def _paragraphs(lines: Iterator[str], name: str, limits: DataLimits) -> Iterator
             raise too_large(name, number, limits.row_bytes)
 
 
-def _beginning(lines: Iterator[str]) -> tuple[str, Iterator[str]]:
+def _peek(lines: Iterator[str]) -> tuple[str, Iterator[str]]:
     """(the first line that is not blank, all lines)."""
     head: list[str] = []
     for line in lines:

@@ -54,7 +54,7 @@ class TextBound:
 
 def text_bound(backend: tokenizers.Tokenizer) -> TextBound | None:
     """None if no bound is certain."""
-    steps, splits = _described(backend.normalizer), _described(backend.pre_tokenizer)
+    steps, splits = _steps_of(backend.normalizer), _steps_of(backend.pre_tokenizer)
     shrinks = [_shrink(step) for step in steps]
     lost = _lost(backend, steps + splits)
     if None in shrinks or lost is None or (lost and steps) or not all(map(_keeps_all, splits)) or _swallows(backend):
@@ -62,7 +62,7 @@ def text_bound(backend: tokenizers.Tokenizer) -> TextBound | None:
     return TextBound(_longest(backend) * math.prod(shrink or 1 for shrink in shrinks), lost)
 
 
-def _described(component: Any) -> list[dict[str, Any]]:
+def _steps_of(component: Any) -> list[dict[str, Any]]:
     """The component's own description, sequences flattened; empty when there is none."""
     return [] if component is None else _flat(json.loads(component.__getstate__()))
 
@@ -125,7 +125,7 @@ def check_decoder(backend: tokenizers.Tokenizer, entries: list[str]) -> None:
     own = backend.get_vocab(with_added_tokens=False)
     if len(set(own.values())) < len(own):
         raise ValueError("several entries of its vocabulary have one id, which then has no certain text")
-    factor = math.prod(map(_factor, _described(backend.decoder)))
+    factor = math.prod(map(_factor, _steps_of(backend.decoder)))
     if longest * factor > MAX_TOKEN_CHARS:
         raise ValueError(
             f"its decoder could make {longest * factor} characters of one token, and {MAX_TOKEN_CHARS} are the most"

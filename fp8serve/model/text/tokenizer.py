@@ -331,7 +331,9 @@ class IncrementalDecoder:
         new = text[self._sent : len(text) - 1] if unsettled else text[self._sent :]
         self._sent += len(new)
         if new and not unsettled:
-            self._slide()
+            del self._window[: self._context]  # the tokens just settled are the next context
+            self._context = len(self._window)
+            self._sent = len(self._text())
         elif len(self._window) > _MAX_WINDOW:
             self._shorten(text)
         return new
@@ -341,12 +343,6 @@ class IncrementalDecoder:
         rest = self._text()[self._sent :] if self._window else ""
         self._window, self._context, self._sent = [], 0, 0
         return rest
-
-    def _slide(self) -> None:
-        """Drop the old context; the tokens just settled are the next one."""
-        del self._window[: self._context]
-        self._context = len(self._window)
-        self._sent = len(self._text())
 
     def _shorten(self, text: str) -> None:
         """Goes back to the last tokens if they decode to the end of `text`. A vocabulary without text, or with nothing

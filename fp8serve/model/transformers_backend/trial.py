@@ -13,10 +13,12 @@ whose output differs. So our pass gets the experts that the class chose, and eve
 choices must be the same.
 """
 
+import contextlib
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from typing import Any
 
@@ -25,20 +27,20 @@ from torch import Tensor, nn
 
 from fp8serve.errors import ModelError, shown
 from fp8serve.fp8.attention import causal_attention
-from fp8serve.model.config.decoder import ModelConfig, TransformersClass
+from fp8serve.model.config.model_config import ModelConfig, TransformersClass
 from fp8serve.model.config.reader import token_ids
 from fp8serve.model.network.decoder import rotated
 from fp8serve.model.network.experts import mixtures
-from fp8serve.model.transformers_backend.building import (
+from fp8serve.model.transformers_backend.network import (
     OWN_ATTENTION,
     SERVED,
     TRIED,
     Mask,
     Seen,
+    TransformersModel,
     answering,
     build,
 )
-from fp8serve.model.transformers_backend.network import TransformersModel
 
 TOKENS = 4
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length")
@@ -68,11 +70,11 @@ class AttentionCall:
 
 def describe(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
     """The configuration of a model that transformers builds. ModelError: it cannot be served, and why."""
-    return _described(json.dumps(raw, sort_keys=True), json.dumps(generation, sort_keys=True), where)
+    return _describe(json.dumps(raw, sort_keys=True), json.dumps(generation, sort_keys=True), where)
 
 
 @cache
-def _described(config_json: str, generation_json: str, where: str) -> ModelConfig:
+def _describe(config_json: str, generation_json: str, where: str) -> ModelConfig:
     raw, generation = json.loads(config_json), json.loads(generation_json)
     model: Any = build(config_json, attention=TRIED)
     name, config = type(model).__name__, model.config.get_text_config()
@@ -89,6 +91,9 @@ def _described(config_json: str, generation_json: str, where: str) -> ModelConfi
         )
     if len({(call.heads, call.softcap) for call in calls}) > 1:
         raise ModelError(f"{where}: the attention layers of {name} differ in their heads, which is not supported.")
+    eos = generation.get("eos_token_id")
+    eos = raw.get("eos_token_id") if eos is None else eos
+    begin = token_ids(raw.get("bos_token_id"), "bos_token_id", where)
     return ModelConfig(
         architecture=name,
         model_type=str(raw["model_type"]),
@@ -97,7 +102,8 @@ def _described(config_json: str, generation_json: str, where: str) -> ModelConfi
         max_position_embeddings=longest,
         layer_windows=tuple(call.window for call in calls),
         layer_ropes=(None,) * len(calls),
-        **_tokens(raw, generation, where),
+        bos_token_id=next(iter(begin), None),
+        eos_token_ids=token_ids(eos, "eos_token_id", where),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"),
         softmax_scale=calls[0].scale,
         attention_softcap=calls[0].softcap,
@@ -122,13 +128,6 @@ def _sizes(model: Any, call: AttentionCall) -> dict[str, Any]:
         "rms_norm_eps": 0.0,
         "tie_word_embeddings": head.weight is model.get_input_embeddings().weight,
     }
-
-
-def _tokens(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> dict[str, Any]:
-    eos = generation.get("eos_token_id")
-    eos = raw.get("eos_token_id") if eos is None else eos
-    begin = token_ids(raw.get("bos_token_id"), "bos_token_id", where)
-    return {"bos_token_id": next(iter(begin), None), "eos_token_ids": token_ids(eos, "eos_token_id", where)}
 
 
 def trial(model: Any) -> list[AttentionCall]:
@@ -259,10 +258,10 @@ def check_against_class(model: TransformersModel) -> None:
     sequences = list(torch.split(ids.to(device), LENGTHS))
     chosen: dict[str, list[ChosenExperts]] = {mixture: [] for mixture in mixtures(model)}
     with _hooked(model, lambda mixture: lambda module, args: chosen[mixture].append(args[1:])):
-        theirs = [_theirs(model, sequence) for sequence in sequences]
+        theirs = [_hidden_of_class(model, sequence) for sequence in sequences]
     agree: list[Tensor] = []
-    with _hooked(model, lambda mixture: _imposing(chosen[mixture], agree)):
-        result = _ours(model, sequences).float()
+    with _hooked(model, lambda mixture: _impose(chosen[mixture], agree)):
+        result = _hidden_of_model(model, sequences).float()
     expected = torch.cat(theirs)
     near = (result - expected).norm(dim=-1) <= TOLERANCE * expected.norm(dim=-1)
     if not near.all() or (agree and float(torch.cat(agree).float().mean()) < MOST):
@@ -280,7 +279,7 @@ def _hooked(model: TransformersModel, hook: Callable[[str], Hook]) -> Iterator[N
             handle.remove()
 
 
-def _imposing(choices: list[ChosenExperts], agree: list[Tensor]) -> Hook:
+def _impose(choices: list[ChosenExperts], agree: list[Tensor]) -> Hook:
     """Replaces the choices of one pass by those of all sequences, and records which are the same."""
     chosen, weights = (torch.cat(parts) for parts in zip(*choices, strict=True))
 
@@ -291,7 +290,7 @@ def _imposing(choices: list[ChosenExperts], agree: list[Tensor]) -> Hook:
     return hook
 
 
-def _ours(model: TransformersModel, sequences: list[Tensor]) -> Tensor:
+def _hidden_of_model(model: TransformersModel, sequences: list[Tensor]) -> Tensor:
     """Hidden states of all sequences in one pass."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -301,7 +300,7 @@ def _ours(model: TransformersModel, sequences: list[Tensor]) -> Tensor:
     return model(torch.cat(sequences), positions, rotated(attend))  # type: ignore[no-any-return]
 
 
-def _theirs(model: TransformersModel, sequence: Tensor) -> Tensor:
+def _hidden_of_class(model: TransformersModel, sequence: Tensor) -> Tensor:
     """The hidden states that the class by itself gives its head."""
     built: Any = model.whole[0]
     seen: list[Tensor] = []
@@ -313,3 +312,23 @@ def _theirs(model: TransformersModel, sequence: Tensor) -> Tensor:
         hook.remove()
         built.set_attn_implementation(SERVED)
     return seen[0].float()
+
+
+def main() -> None:
+    """The other side of `ask` in config/decoder.py: the arguments of `describe` from stdin, its answer on stdout, JSON.
+
+    The answer has the fields without a default and those that differ from their default.
+    """
+    with contextlib.redirect_stdout(sys.stderr):  # for what transformers has to say
+        try:
+            config = describe(*json.load(sys.stdin))
+        except ModelError as error:
+            answer: dict[str, Any] = {"refused": str(error)}
+        else:
+            plain = asdict(config)
+            answer = {"fields": {f.name: plain[f.name] for f in fields(config) if getattr(config, f.name) != f.default}}
+    json.dump(answer, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -23,7 +23,7 @@ from fp8serve.model.formats.scales import FILE_NAME
 from fp8serve.model.formats.torchao import plain_name, plain_names
 from fp8serve.model.storage.files import present, read_json
 from fp8serve.model.storage.shards import INDEX, SINGLE, Shards, StoredTensor, read_header
-from fp8serve.model.transformers_backend.transposed import as_multiplied
+from fp8serve.model.transformers_backend.files import transpose_gpt2
 
 Severity = Literal["error", "warning"]
 _MAGNITUDE, _PART = 0x7F, 2**22
@@ -287,7 +287,7 @@ def _read_files(subject: Subject, files: list[Path]) -> Subject:
             what = f"lies in {entries[key].file.name} and in {file.name}"
             subject.trouble.append(error("duplicate", key, what, "keep one of the two"))
         entries |= header
-    subject.shards = as_multiplied(plain_names(Shards(entries)), subject.config or {})
+    subject.shards = transpose_gpt2(plain_names(Shards(entries)), subject.config or {})
     return subject
 
 

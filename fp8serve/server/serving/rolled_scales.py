@@ -1,7 +1,8 @@
 """Saves the scales that follow the traffic: a new directory beside the model, written by a process of its own.
 
 The engine writes its scales, which is quick, to a file that nobody else reads; then the process copies the weights and
-puts the directory in place, whole or not at all (model/rolled.py). It goes on if its client, or this server, goes away.
+puts the directory in place, whole or not at all (model/rewriting.py). It goes on if its client, or this server, goes
+away.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from fp8serve.server.serving.served import Served
 from fp8serve.server.serving.served_model import ServedModel
 
 log = logging.getLogger("fp8serve.server")
-COMMAND = module_command("fp8serve.model.rolled")
+COMMAND = module_command("fp8serve.model.rewriting")
 
 
 class RolledScales:

@@ -16,7 +16,7 @@ from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.request import EngineLimits, Request
 from fp8serve.errors import ModelError
 from fp8serve.logs import LogFormat
-from fp8serve.model.config.either import check_any_config
+from fp8serve.model.config.decoder import check_any_config
 from fp8serve.model.storage.opening import open_member
 from fp8serve.model.text.tokenizer_facts import TokenizerFacts, describe
 from fp8serve.server.answers.choice import AnswerFormat

@@ -1,20 +1,27 @@
-"""The tensors of a file under their names in transformers' class.
+"""The tensors of a file under the names, and in the layout, that transformers' class has for them.
 
 Files may have other names: those of the model before transformers renamed a module, or those of the class without its
 head. This module follows transformers' list of such names. Tensors that a class does not read from files are left out.
+
+GPT-2's `Conv1D` is a linear layer whose weight is transposed in files, [in, out]. In memory it is a linear layer like
+any other, so FP8, calibration and training need nothing new. A weight and its matrix of scales are transposed when they
+are read (`TransposedShards`) and written (export.py).
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from fp8serve.errors import ModelError
-from fp8serve.model.config.decoder import ModelConfig
-from fp8serve.model.storage.shards import Shards
+from fp8serve.model.config.model_config import ModelConfig
+from fp8serve.model.storage.shards import Shards, StoredTensor
 from fp8serve.model.transformers_backend.experts import STACKS
 from fp8serve.model.transformers_backend.network import TransformersModel
-from fp8serve.model.transformers_backend.transposed import TransposedShards
 
+_IN_GPT2 = (".c_attn", ".q_attn", ".c_proj", ".c_fc")
 Rename = Callable[[str], str]
 
 
@@ -46,7 +53,7 @@ def by_module(shards: Shards, config: ModelConfig) -> Shards:
     return TransposedShards(named, model.transposed) if model.transposed else named
 
 
-def _renames(built: Any, keys: Iterable[str]) -> Iterable[Rename]:
+def _renames(built: Any, keys: Iterable[str]) -> Iterator[Rename]:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
@@ -66,3 +73,37 @@ def _renames(built: Any, keys: Iterable[str]) -> Iterable[Rename]:
 def _rename(source: str, target: str) -> Rename:
     pattern = re.compile(source)
     return lambda name: pattern.sub(target, name)
+
+
+def transpose_weights(tensors: Mapping[str, Tensor], linears: Collection[str]) -> dict[str, Tensor]:
+    """The tensors of a model as files have them, or back: the weights of `linears` are transposed."""
+    return {
+        n: t.t().contiguous() if n.rpartition(".")[0] in linears and t.dim() == 2 else t for n, t in tensors.items()
+    }
+
+
+def transpose_gpt2(shards: Shards, config: Mapping[str, Any]) -> Shards:
+    """Every weight [out, in], by the names of GPT-2's layers, for code that does not build the model."""
+    if config.get("model_type") != "gpt2":
+        return shards
+    return TransposedShards(shards, {owner for name in shards if (owner := name.rpartition(".")[0]).endswith(_IN_GPT2)})
+
+
+class TransposedShards(Shards):
+    """Shards in which the matrices that belong to `linears` are transposed."""
+
+    def __init__(self, stored: Shards, linears: Collection[str]) -> None:
+        self._stored = stored
+        self._transposed = {
+            n for n, e in stored.entries.items() if n.rpartition(".")[0] in linears and len(e.shape) == 2
+        }
+        super().__init__({name: self._entry(name) for name in stored.entries}, stored.metadata)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """As Shards, but a transposed matrix is a copy."""
+        tensor = self._stored[name]
+        return tensor.t().contiguous() if name in self._transposed else tensor
+
+    def _entry(self, name: str) -> StoredTensor:
+        entry = self._stored.entries[name]
+        return replace(entry, shape=entry.shape[::-1]) if name in self._transposed else entry
