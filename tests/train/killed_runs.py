@@ -1,4 +1,5 @@
 """Runs a job in forked children that are killed with SIGKILL; its own program, so that no thread lives at the fork.
+It imports all that a job does, so that no child has to.
 
     python -m tests.train.killed_runs random JOB_DIR SEED     kill again and again, some events later, until it is done
     python -m tests.train.killed_runs points JOB_DIR WHOLE    go on from what a kill in each fsync or rename leaves
@@ -23,17 +24,20 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+import fp8serve.train.trainer  # noqa: F401
+from fp8serve import ranks
 from fp8serve.train import job_process
 from fp8serve.train.group import run_group
 from tests.train.spoiled import spoil
 
 LIMIT = 500
-AS_RANK = "fp8serve.train.job_process:as_rank"
-MOST_KILLS = 8  # of groups, whose start takes long
+MOST_KILLS = 4  # of groups, whose start takes long
 
 
 def child(job: Path, prepare: Callable[[], None] = lambda: None) -> int:
@@ -180,18 +184,39 @@ def child_of_two(job: Path) -> "subprocess.Popen[bytes]":
     return subprocess.Popen([sys.executable, "-m", "fp8serve.train.job_process", "--procs", "2", str(job)])
 
 
-def group_points(job: Path, whole: Path) -> int:
-    def copying(left: Path) -> int | None:
-        return run_group(2, "tests.train.killed_runs:copying_rank", [str(job), str(left)])
+def two_ranks(job: Path, prepare_first: Callable[[], None] = lambda: None) -> int:
+    """Fork two ranks that run the job, without a launcher; the status of the first."""
 
-    return go_on_from_each_point(job, whole, copying, lambda: run_group(2, AS_RANK, [str(job)]))
+    def run(rank: int) -> None:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+        store = dist.FileStore(f"{folder}/store", 2)
+        ranks.rendezvous = lambda url, timeout: iter([(store, rank, 2)])
+        if rank == 0:
+            prepare_first()
+        os._exit(job_process.as_rank([str(job)]))
+
+    with TemporaryDirectory() as folder:
+        pids = []
+        for rank in (0, 1):
+            if (pid := os.fork()) == 0:
+                run(rank)
+            pids.append(pid)
+        first, _ = map(wait, pids)
+        return first
+
+
+def group_points(job: Path, whole: Path) -> int:
+    def copying(left: Path) -> int:
+        return two_ranks(job, lambda: copy_at_each_point(job, left))
+
+    return go_on_from_each_point(job, whole, copying, lambda: two_ranks(job))
 
 
 def group_kills(job: Path, whole: Path, step: int) -> int:
     """The group starts again by itself."""
     left, died, described = job.with_name("left"), job.with_name("died"), (job / "job.json").read_text()
     left.mkdir()
-    run_group(2, "tests.train.killed_runs:copying_rank", [str(job), str(left)])
+    two_ranks(job, lambda: copy_at_each_point(job, left))
     calls = sorted(int(path.name) for path in left.iterdir())[::step]
     for call in map(str, calls):
         shutil.rmtree(job)
@@ -200,14 +225,6 @@ def group_kills(job: Path, whole: Path, step: int) -> int:
         expect_whole(run_group(2, "tests.train.killed_runs:dying_rank", [str(job), call, str(died)]), job, whole, call)
         died.unlink()
     return len(calls)
-
-
-def copying_rank(arguments: list[str]) -> int:
-    """JOB_DIR LEFT: run the job; rank 0 copies its files at each point."""
-    job, left = map(Path, arguments)
-    if os.environ["RANK"] == "0":
-        copy_at_each_point(job, left)
-    return job_process.as_rank([str(job)])
 
 
 def dying_rank(arguments: list[str]) -> int:

@@ -42,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "reduce_amax off": {"recipe_options": {"reduce_amax": False}},
     "adapter with dropout": {"lora_rank": 4, "lora_dropout": 0.5, "amax_history_len": None, "recipe": "rowwise"},
 }
+OF_FOUR = {"delayed", "reduce_amax off"}  # of four processes, too: what else a case changes is done by each alone
 
 
 def _train(rank: int, world: int, config: str, stop_after: int | None) -> list[str]:
@@ -88,19 +89,20 @@ def _exchanged(rank: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_and_four_processes_train_the_bytes_of_one(
+def test_several_processes_train_the_bytes_of_one(
     case: str, configure: Configure, tmp_path: Path, fp8_dir: Path, data: Path
 ) -> None:
     """The last step of an epoch has three microbatches, which no number of processes here divides."""
     options: dict[str, Any] = {**SHARED, "eval_data": [str(data)], "eval_every": 2, "save_every": 2, **CASES[case]}
     model = {"model": str(fp8_dir)} if case == "reduce_amax off" else {}
-    told = {n: by_processes(n, configure(**options, **model, out=str(tmp_path / str(n)))) for n in (1, 2, 4)}
-    assert told[1][0] == told[2][0] == told[4][0]
-    assert [one for several in told.values() for one in several[1:]] == [[]] * 4
-    one, two, four = (tmp_path / str(n) for n in told)
+    one = tmp_path / "1"
+    events = by_processes(1, configure(**options, **model, out=str(one)))
     assert "model/training.json" in trained(one)
-    assert trained(one) == trained(two) == trained(four)
-    assert metrics_of(one) == metrics_of(two) == metrics_of(four)
+    for count in (2, 4) if case in OF_FOUR else (2,):
+        several = tmp_path / str(count)
+        assert by_processes(count, configure(**options, **model, out=str(several))) == [*events, *[[]] * (count - 1)]
+        assert trained(several) == trained(one)
+        assert metrics_of(several) == metrics_of(one)
 
 
 def test_pairs_get_their_reference_from_all_processes(configure: Configure, tmp_path: Path) -> None:
@@ -221,9 +223,9 @@ def test_two_go_on_from_what_a_kill_at_any_fsync_or_rename_leaves(tmp_path: Path
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
-def test_rank_0_killed_at_every_fifth_point_writes_the_same_directory(tmp_path: Path, configure: Configure) -> None:
+def test_rank_0_killed_at_every_tenth_point_writes_the_same_directory(tmp_path: Path, configure: Configure) -> None:
     whole, job = run_shared(tmp_path, configure, max_steps=2, save_every=1)
-    assert finish(job, "group-kills", str(whole), "5") >= 4
+    assert finish(job, "group-kills", str(whole), "10") >= 2
 
 
 def under_torchrun(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -20,9 +20,15 @@ def reader_of(config: TrainConfig) -> Reader[Any, Any]:
 
 
 def method_of(config: TrainConfig) -> Method[Any]:
-    """What the job minimises."""
-    from fp8serve.train.methods.dpo.method import Dpo
-    from fp8serve.train.methods.grpo.method import Grpo
+    """What the job minimises. Only `grpo` loads the engine."""
+    match config.method:
+        case "sft":
+            return Sft(config)
+        case "dpo":
+            from fp8serve.train.methods.dpo.method import Dpo
 
-    methods: dict[MethodName, Callable[[TrainConfig], Method[Any]]] = {"sft": Sft, "dpo": Dpo, "grpo": Grpo}
-    return methods[config.method](config)
+            return Dpo(config)
+        case "grpo":
+            from fp8serve.train.methods.grpo.method import Grpo
+
+            return Grpo(config)

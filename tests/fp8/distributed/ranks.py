@@ -27,7 +27,10 @@ from torch.utils._pytree import tree_leaves
 import fp8serve.fp8.distributed  # noqa: F401
 from tests.patience import PATIENCE
 
-IMPORTED = ["pytest", "torch.distributed.fsdp", "torch._dynamo", "torch._inductor", __name__]  # once, in the server
+IMPORTED = [  # once, in the server
+    *("pytest", "torch.distributed.fsdp", "torch._dynamo", "torch._inductor", __name__),
+    *("tests.train.test_processes", "fp8serve.train.methods.dpo.method", "fp8serve.train.sharded.building"),
+]
 multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED)
 
 
