@@ -37,6 +37,7 @@ def run(place: Path, *command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_shell_commands_run_in_their_order(workplace: Path) -> None:
     commands = [line.partition("#")[0].strip() for block in blocks("sh") for line in block.splitlines()]
     assert {c.split()[1] for c in commands} >= {"calibrate", "inspect", "eval", "generate", "finetune", "doctor"}
