@@ -20,7 +20,8 @@ TEST_WORKERS ?= logical
 PYTEST = $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --maxprocesses 8 --dist worksteal
 # Of make test-random: a seed that failed, to draw its examples again.
 SEEDS ?= $(shell for run in 1 2 3 4 5 6 7 8 9 10; do echo $$((RANDOM * 32768 + RANDOM)); done)
-# Without the emulated GPU, which takes a minute and a half of one core to compile.
+# Without what takes more than about two seconds where a quicker test of the subject is left (CONTRIBUTING.md), and without
+# the emulated GPU, which takes a minute and a half of one core to compile.
 QUICK = not emulator and (smoke or not (slow or exhaustive or distributed or browser))
 DEMO_ARGS ?=
 # The CUDA kernels: of make wheel ON, OFF or AUTO (where torch has CUDA), and the architectures, "89;90a;100f;120f".

@@ -3,7 +3,8 @@
 * Without a CUDA device, tests marked `gpu` are deselected. `-m gpu` still collects them.
 * With `--pairwise`, a function marked `pairwise` runs on as few of its parameters as hold every pair of values of every
   two axes: a fault of a kernel needs a value, or two at once (a tail and a format), hardly ever three. A `Case` of an
-  op's registry has the parts of its name as axes.
+  op's registry has the parts of its name as axes. With `pairwise(strength=1)` every value of every axis: where the
+  tests of each axis alone are elsewhere, such as recipes and architectures.
 * With `--changed-since REF`, a family of FAMILIES runs in full only where a file of it, or a helper of the tests,
   differs from the common ancestor with REF; else its tests marked `smoke`. If git cannot tell, every family runs.
 
@@ -54,16 +55,23 @@ def axes(items: Sequence[pytest.Function]) -> list[tuple[object, ...]]:
     return list(zip(*columns, strict=True))
 
 
-def covering(rows: Sequence[tuple[object, ...]]) -> list[int]:
-    """Indices of few rows that hold every pair of values, in two columns, that any row holds."""
-    columns = list(itertools.combinations(range(len(rows[0])), 2))
-    pairs = [{(a, row[a], b, row[b]) for a, b in columns} for row in rows]
+def covering(rows: Sequence[tuple[object, ...]], strength: int = 2) -> list[int]:
+    """Indices of few rows that hold every combination of values, in `strength` columns, that any row holds. Of equal
+    rows it takes the one whose values were chosen least."""
+    columns = list(itertools.combinations(range(len(rows[0])), strength))
+    groups = [{(at, tuple(row[column] for column in at)) for at in columns} for row in rows]
     if not columns:
         return list(range(len(rows)))
-    missing, chosen = set().union(*pairs), []
+    missing, chosen, uses = set().union(*groups), list[int](), Counter[tuple[int, object]]()
+
+    def gain(index: int) -> tuple[int, int]:
+        new = len(groups[index] & missing)
+        return new, -sum(uses[value] for value in enumerate(rows[index])) if new and strength == 1 else 0
+
     while missing:
-        best = max(range(len(rows)), key=lambda index: len(pairs[index] & missing))
-        missing -= pairs[best]
+        best = max(range(len(rows)), key=gain)
+        missing -= groups[best]
+        uses.update(enumerate(rows[best]))
         chosen.append(best)
     return sorted(chosen)
 
@@ -71,16 +79,16 @@ def covering(rows: Sequence[tuple[object, ...]]) -> list[int]:
 def outside_pairs(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """The items of sweeps that pairwise covering does without. `each` of the mark names arguments with a covering for
     every value, such as the op that the cases belong to. An item marked `skip` covers nothing and stays."""
-    sweeps: dict[object, list[pytest.Function]] = defaultdict(list)
+    sweeps: dict[tuple[Any, ...], list[pytest.Function]] = defaultdict(list)
     for item in items:
         mark = item.get_closest_marker("pairwise")
         if mark is None or item.get_closest_marker("skip") or not isinstance(item, pytest.Function):
             continue
         each = tuple(str(item.callspec.params[argument]) for argument in mark.kwargs.get("each", ()))
-        sweeps[item.nodeid.partition("[")[0], each].append(item)
+        sweeps[item.nodeid.partition("[")[0], each, mark.kwargs.get("strength", 2)].append(item)
     left_out: list[pytest.Item] = []
-    for sweep in sweeps.values():
-        chosen = set(covering(axes(sweep)))
+    for (*_, strength), sweep in sweeps.items():
+        chosen = set(covering(axes(sweep), strength))
         left_out += [item for index, item in enumerate(sweep) if index not in chosen]
     return left_out
 
@@ -113,6 +121,15 @@ FAMILIES = {
     "requests that are long or hostile": Family(
         ("tests/server/parsing",), ("fp8serve/server/*", "fp8serve/model/*", "fp8serve/processes.py")
     ),
+    "every architecture": Family(
+        ("tests/compatibility",),
+        (*KERNELS, "fp8serve/model/*", "fp8serve/engine/*", "fp8serve/train/forward.py", "calibrate/*"),
+    ),
+    "hostile files of models": Family(("tests/model/test_hostile.py",), ("fp8serve/model/*", "fp8serve/errors.py")),
+    "demonstrations": Family(
+        ("tests/test_demo.py",), ("fp8serve/demos/*", "fp8serve/commands/demo.py", "fp8serve/running.py", *TRAINING)
+    ),
+    "smoothing": Family(("tests/calibration/test_smoothing.py",), ("calibrate/*", "fp8serve/model/*", *KERNELS)),
 }
 
 

@@ -74,6 +74,7 @@ SPOILERS: dict[Callable[[Path], None], str] = {
 }
 
 
+@pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize("spoil", SPOILERS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("command", ["calibrate", "finetune", "eval", "generate"])
 def test_a_damaged_model(
@@ -93,6 +94,7 @@ def test_a_damaged_model(
     assert not (out / "model").exists()
 
 
+@pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -214,9 +216,12 @@ def test_a_tokenizer_that_fails_in_its_library_is_one_sentence(
         assert not [word for word in ("internal error", "panicked", "Traceback") if word in lines[0]]
 
 
-@pytest.mark.parametrize("source", HOSTILE[:4:2], ids=["endless", "huge"])
+@pytest.mark.parametrize(
+    ("source", "count"),  # the endless one takes each command five seconds of a processor
+    [pytest.param(HOSTILE[0], 1, id="endless", marks=pytest.mark.slow), pytest.param(HOSTILE[2], 4, id="huge")],
+)
 def test_a_template_that_runs_away_is_one_sentence(
-    model: Path, chats: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], source: str
+    model: Path, chats: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], source: str, count: int
 ) -> None:
     (model / "chat_template.jinja").write_text(source)
     out = tmp_path / "out"
@@ -225,7 +230,7 @@ def test_a_template_that_runs_away_is_one_sentence(
         ("finetune", model, "--data", chats, "--out", out, "--max-steps", "1"),
         ("finetune", model, "--data", chats, "--out", out, "--method", "dpo", "--max-steps", "1"),
         ("chat", model, "--recipe", "bf16"),
-    ):
+    )[:count]:
         if "dpo" in command:
             message = [{"role": "assistant", "content": "a"}], [{"role": "assistant", "content": "b"}]
             prompt = [{"role": "user", "content": "?"}]

@@ -30,15 +30,19 @@ SMOLLM2_STAGES = [
 def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], list[str]]:
     """(directory, figures, lines said) of one short run."""
     place, said = tmp_path_factory.mktemp("demo"), list[str]()
-    return place, FromScratch("a test", place, said.append, effort=0.1).run(), said
+    return place, FromScratch("a test", place, said.append, effort=0.05).run(), said
 
 
+@pytest.mark.slow
+@pytest.mark.smoke
 def test_every_stage_says_a_line_and_gives_figures(kept: tuple[Path, dict[str, Any], list[str]]) -> None:
     _, figures, said = kept
     assert [line[:10].strip() for line in said] == [*STAGES, "done"]
     assert list(figures) == [*STAGES, "seconds"]
 
 
+@pytest.mark.slow
+@pytest.mark.smoke
 def test_the_figures_are_real(kept: tuple[Path, dict[str, Any], list[str]]) -> None:
     place, figures, _ = kept
     assert figures["train"]["last_loss"] < figures["train"]["first_loss"]
@@ -50,6 +54,7 @@ def test_the_figures_are_real(kept: tuple[Path, dict[str, Any], list[str]]) -> N
     assert figures["ask again"]["questions"] == len(QUESTIONS)
 
 
+@pytest.mark.slow
 def test_what_is_kept_can_be_served_again(kept: tuple[Path, dict[str, Any], list[str]], tmp_path: Path) -> None:
     place, figures, _ = kept
     with RunningServer(place / "calibrated", ["--data-dir", str(tmp_path)], log=tmp_path / "log") as server:
@@ -86,7 +91,8 @@ def children_of(pid: int) -> set[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("signal_number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demonstration_leaves_nothing(signal_number: int, tmp_path: Path) -> None:
     command = [sys.executable, "-c", SHORT_DEMO]
     temporary, of_torch = tmp_path / "temporary", tmp_path / "torch"  # torch leaves an empty cache behind

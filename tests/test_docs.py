@@ -1,4 +1,4 @@
-"""Runs what the documentation says: docs/commands.md on a tiny model, links, the tree of folders, the examples."""
+"""Runs what the documentation says: docs/commands.md on a tiny model, links, the tree of folders."""
 
 import re
 import shutil
@@ -37,6 +37,7 @@ def run(place: Path, *command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_shell_commands_run_in_their_order(workplace: Path) -> None:
     commands = [line.partition("#")[0].strip() for block in blocks("sh") for line in block.splitlines()]
     assert {c.split()[1] for c in commands} >= {"calibrate", "inspect", "eval", "generate", "finetune", "doctor"}
@@ -45,15 +46,11 @@ def test_shell_commands_run_in_their_order(workplace: Path) -> None:
         run(workplace, "bash", "-c", command.replace("fp8serve", f"{sys.executable} -m fp8serve.cli", 1))
 
 
+@pytest.mark.slow
 def test_python_runs(workplace: Path) -> None:
     shutil.rmtree(workplace / "model-fp8", ignore_errors=True)
     for block in blocks("python"):
         run(workplace, sys.executable, "-c", block)
-
-
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").rglob("*.py")), ids=lambda p: p.stem)
-def test_example_runs(example: Path, tmp_path: Path) -> None:
-    assert run(tmp_path, sys.executable, "-W", "error", str(example))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

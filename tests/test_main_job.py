@@ -64,7 +64,8 @@ def complete(server: RunningServer) -> dict[str, Any]:
     return server.post("/generate", {"inputs": ROWS[0]["prompt"], "parameters": parameters})
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_demo.py has the same stages
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_the_main_job(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody outside of this machine is asked for anything."""
     watch_sockets(monkeypatch, tmp_path / "sockets")

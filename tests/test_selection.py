@@ -3,6 +3,7 @@
 import itertools
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from functools import cache
@@ -28,6 +29,14 @@ def test_a_covering_has_every_pair_and_few_rows(sizes: tuple[int, ...]) -> None:
     assert pairs(chosen) == pairs(rows)
     least = sizes[0] if len(sizes) == 1 else max(a * b for a, b in itertools.combinations(sizes, 2))
     assert least <= len(chosen) <= 2 * least
+
+
+def test_a_covering_of_strength_1_has_every_value_in_turn() -> None:
+    rows = list(itertools.product(range(8), range(4), range(2)))
+    chosen = [rows[index] for index in covering(rows, 1)]
+    assert [a for a, _, _ in chosen] == [*range(8)]
+    assert Counter(b for _, b, _ in chosen) == dict.fromkeys(range(4), 2)
+    assert Counter(c for *_, c in chosen) == dict.fromkeys(range(2), 4)
 
 
 def test_a_covering_holds_what_only_one_row_has() -> None:

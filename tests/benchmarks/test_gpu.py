@@ -98,6 +98,7 @@ sys.exit(pytest.main())
 """
 
 
+@pytest.mark.slow
 def test_gpu_tests_are_collected_with_nothing_but_torch_and_pytest() -> None:
     """They do not need the plugins and options of this repository's development environment."""
     flags = [flag for flag in gpu.PYTEST[3:] if flag not in ("-m", "gpu")]

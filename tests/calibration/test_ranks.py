@@ -42,8 +42,7 @@ def _together(rank: int, world: int, model: str, out: str, case: str) -> int:
     return run(model, out, case, Ranks(rank, world))
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "world"), [("delayed", 3), ("rowwise gptq", 3), *((case, 2) for case in CASES)])
 def test_the_bytes_of_one_process(case: str, world: int, model_dir: Path, tmp_path: Path) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # as each of the ranks

@@ -2,6 +2,8 @@
 
 import random
 import re
+from collections.abc import Callable
+from functools import cache
 from io import StringIO
 from pathlib import Path
 
@@ -44,7 +46,19 @@ def planted(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(model: Path, out: Path, recipe: str = "delayed", **options: object) -> CalibrationReport:
-    return calibrate(model, out=out, recipe=from_name(recipe), **SMALL | options)  # type: ignore[arg-type]
+    given = SMALL | {"generated_samples": 0} | options
+    return calibrate(model, out=out, recipe=from_name(recipe), **given)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path, str], CalibrationReport]:
+    """What a calibration without smoothing reports, by model and recipe."""
+
+    @cache
+    def report(model: Path, recipe: str) -> CalibrationReport:
+        return run(model, tmp_path_factory.mktemp("usual") / "out", recipe)
+
+    return report
 
 
 def kl(report: CalibrationReport) -> float:
@@ -75,7 +89,8 @@ def fold_at_random(decoder: Decoder) -> int:
     return count
 
 
-@pytest.mark.parametrize("kind", PAIRS)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.smoke) if k == "qwen2" else k for k in PAIRS])
 @torch.no_grad()
 def test_folding_changes_no_bit_of_any_family(kind: str, tmp_path: Path) -> None:
     make_model(kind, tmp_path)
@@ -85,6 +100,7 @@ def test_folding_changes_no_bit_of_any_family(kind: str, tmp_path: Path) -> None
     assert torch.equal(forward(decoder, batch()), exact)
 
 
+@pytest.mark.smoke
 def test_a_factor_that_weights_cannot_hold_is_not_folded(model_dir: Path) -> None:
     decoder = load_servable(model_dir, "bf16")
     pair = pairs(decoder.config, 0, ["model.layers.0.mlp.down_proj"])[0]
@@ -93,6 +109,7 @@ def test_a_factor_that_weights_cannot_hold_is_not_folded(model_dir: Path) -> Non
     assert fold(pair, weights, torch.full((160,), 2.0**127)) is None
 
 
+@pytest.mark.smoke
 def test_factors_even_channels_out_by_alpha() -> None:
     inputs, weights = torch.tensor([1.0, 1.0, 64.0, 0.0, 1.0]), torch.tensor([1.0, 1.0, 1 / 64, 1.0, 1.0])
     for alpha in (0.0, 0.5, 1.0):
@@ -112,11 +129,12 @@ def test_a_planted_model_is_the_same_in_high_precision(model_dir: Path, planted:
     assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise"])
 def test_it_survives_a_planted_outlier_and_is_served_as_measured(
-    recipe: str, model_dir: Path, planted: Path, tmp_path: Path
+    recipe: str, model_dir: Path, planted: Path, tmp_path: Path, reports: Callable[[Path, str], CalibrationReport]
 ) -> None:
-    usual, harmed = run(model_dir, tmp_path / "usual", recipe), run(planted, tmp_path / "harmed", recipe)
+    usual, harmed = reports(model_dir, recipe), reports(planted, recipe)
     report = run(planted, tmp_path / "smooth", recipe, smoothing=0.5)
     assert kl(harmed) > 2 * kl(usual)
     assert kl(report) < 1.2 * kl(usual)
@@ -128,6 +146,7 @@ def test_it_survives_a_planted_outlier_and_is_served_as_measured(
     assert "Smoothing evened out the channels of" in report.notes[0]
 
 
+@pytest.mark.slow
 def test_blocks_survive_it_too(model_dir: Path, tmp_path: Path) -> None:
     """128 channels share a scale: the others are out of reach."""
     wide = write_model(tmp_path / "wide", hidden_size=256)
@@ -138,9 +157,12 @@ def test_blocks_survive_it_too(model_dir: Path, tmp_path: Path) -> None:
     assert block[1] / block[0] < static[1] / static[0]
 
 
-@pytest.mark.parametrize("power", [7, LARGE])
-def test_an_outlier_is_found_and_named(power: int, model_dir: Path, tmp_path: Path) -> None:
-    report = run(plant(model_dir, tmp_path / "planted", power), tmp_path / "out")
+@pytest.mark.slow
+@pytest.mark.parametrize("power", [7, pytest.param(LARGE, marks=pytest.mark.smoke)])
+def test_an_outlier_is_found_and_named(
+    power: int, model_dir: Path, planted: Path, tmp_path: Path, reports: Callable[[Path, str], CalibrationReport]
+) -> None:
+    report = reports(planted if power == LARGE else plant(model_dir, tmp_path / "planted", power), "delayed")
     (found,) = [f for f in findings(report) if "--smoothing" in f.text]
     assert found.trouble
     assert f"layer 1 into gate, up (channel {CHANNEL}: " in found.text
@@ -152,8 +174,8 @@ def test_an_outlier_is_found_and_named(power: int, model_dir: Path, tmp_path: Pa
     assert re.search(rf"most uneven input .* model.layers.1.mlp.\w+_proj, channel {CHANNEL}: ", out.getvalue())
 
 
-def test_an_ordinary_model_has_none(model_dir: Path, tmp_path: Path) -> None:
-    report = run(model_dir, tmp_path / "out")
+def test_an_ordinary_model_has_none(model_dir: Path, reports: Callable[[Path, str], CalibrationReport]) -> None:
+    report = reports(model_dir, "delayed")
     assert not any("--smoothing" in f.text for f in findings(report))
     assert report.smoothing is None
 
@@ -161,6 +183,7 @@ def test_an_ordinary_model_has_none(model_dir: Path, tmp_path: Path) -> None:
 # -- with everything else ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"rounding": "gptq"}, {"heal": 4}, {"kv_cache": True, "gradients": True}, {"input_scales": "search"}],
@@ -173,6 +196,7 @@ def test_with_other_methods(options: dict[str, object], model_dir: Path, planted
     assert divergence(tmp_path / "smooth", model_dir) < 1.2 * divergence(tmp_path / "usual", model_dir)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_layers_in_bf16_are_written_smoothed(planted: Path, tmp_path: Path) -> None:
     """The norm before the MLP serves gate_proj, in FP8, and up_proj, in BF16."""
@@ -184,6 +208,7 @@ def test_layers_in_bf16_are_written_smoothed(planted: Path, tmp_path: Path) -> N
     assert torch.nn.functional.cosine_similarity(one, other, dim=-1).min() > 0.9
 
 
+@pytest.mark.slow
 def test_a_model_that_is_fp8_already(planted: Path, tmp_path: Path) -> None:
     """Its weights are dequantized and smoothed."""
     run(planted, tmp_path / "first", "block")
@@ -193,12 +218,14 @@ def test_a_model_that_is_fp8_already(planted: Path, tmp_path: Path) -> None:
     assert divergence(tmp_path / "smooth", tmp_path / "first") == pytest.approx(kl(report), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_pair_that_no_fp8_reads_is_not_tried(model_dir: Path, tmp_path: Path) -> None:
     report = run(model_dir, tmp_path / "out", smoothing=0.5, only=("*.o_proj",))
     assert report.smoothing is not None
     assert report.smoothing.tried == 2
 
 
+@pytest.mark.slow
 def test_norms_by_one_plus_weight_are_left_alone(tmp_path: Path) -> None:
     make_model("gemma2", tmp_path / "model", overrides={"vocab_size": VOCAB})
     write_tokenizer(tmp_path / "model")
@@ -208,6 +235,7 @@ def test_norms_by_one_plus_weight_are_left_alone(tmp_path: Path) -> None:
     assert "Smoothing left the norms alone" in report.notes[0]
 
 
+@pytest.mark.slow
 def test_scales_belong_to_the_smoothed_weights_only(planted: Path, tmp_path: Path) -> None:
     run(planted, tmp_path / "out", smoothing=0.5)
     scales = tmp_path / "out" / "scales.safetensors"
@@ -229,6 +257,7 @@ def found(model: Path, samples: list[Sample], batch_size: int) -> dict[str, Tens
     return smooth(decoder, linears, make_batches(samples, batch_size), DelayedScaling(), 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 5])
 def test_shuffled_split_and_repeated_batches_give_the_same_bits(
     batch_size: int, planted: Path, samples: list[Sample]
@@ -250,6 +279,7 @@ def test_alpha_is_a_fraction(alpha: float, model_dir: Path, tmp_path: Path) -> N
         run(model_dir, tmp_path / "out", smoothing=alpha)
 
 
+@pytest.mark.smoke
 def test_scales_alone_cannot_be_smoothed(model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(Fp8ServeError, match="scales_only writes no weights, and smoothing changes them"):
         run(model_dir, tmp_path / "out", smoothing=0.5, scales_only=True)
@@ -268,7 +298,7 @@ def test_smollm2_survives_a_planted_outlier(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path_factory.mktemp("cache")))
-    norm, few = "model.layers.15.post_attention_layernorm", {"samples": 16, "seq_len": 256, "generated_samples": 0}
+    norm, few = "model.layers.15.post_attention_layernorm", {"samples": 16, "seq_len": 256}
     usual = find_model("smollm2")
     harmful = plant(Path(usual), tmp_path / "planted", LARGE, norm, 100)
     figures = {

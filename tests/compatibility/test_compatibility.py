@@ -30,7 +30,17 @@ CONTEXT: int = SIZES["max_position_embeddings"]  # type: ignore[assignment]
 NEW = 64
 IDS = torch.randint(3, 256, (CONTEXT,), generator=torch.Generator().manual_seed(1))
 RECIPES = ("delayed", "current", "rowwise", "block")
-pytestmark = pytest.mark.parametrize("name", NAMES)
+# In the quick selection: a dense family, a mixture, latent attention, and one that transformers computes.
+SAMPLES = ("llama", "qwen3_moe", "deepseek_v3", "gpt2")
+pytestmark = [
+    pytest.mark.slow,
+    # of the module, so that one model is tested after the other
+    pytest.mark.parametrize(
+        "name",
+        [pytest.param(name, marks=pytest.mark.smoke) if name in SAMPLES else name for name in NAMES],
+        scope="module",
+    ),
+]
 ModelDir = Callable[[str], tuple[Path, Any]]
 
 
@@ -41,7 +51,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> ModelDir:
 
     def get(name: str) -> tuple[Path, Any]:
         if name not in known:
-            known.clear()  # one model is tested after the other
+            known.clear()
             out = tmp_path_factory.mktemp(name)
             known[name] = out, make(name, out)
             write_tokenizer(out)
@@ -80,7 +90,7 @@ def ours(directory: Path, recipe: Any = "stored", dtype: torch.dtype = torch.bfl
     return all_logits(load_servable(directory, recipe, dtype=dtype), IDS[:60].tolist())
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("files", ["single", "sharded"])
 def test_logits(name: str, files: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -122,6 +132,7 @@ def test_calibrate_and_serve(name: str, made: ModelDir, calibrated: Callable[[st
             parity.training(out, "delayed", "fp8")([row])
 
 
+@pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_training_step(name: str, recipe: str, made: ModelDir) -> None:
     decoder = load_trainable(made(name)[0])

@@ -86,6 +86,7 @@ def learner(kind: str, path: Path) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_64_greedy_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
     oracle = learn(learner(kind, tmp_path))

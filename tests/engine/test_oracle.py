@@ -23,7 +23,14 @@ WINDOWS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("model_type", [kind for kind in ARCHITECTURES if kind != "gpt_oss"])  # test_experts.py has it
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model_type",  # test_experts.py has gpt_oss
+    [
+        pytest.param("llama", marks=pytest.mark.smoke),
+        *(kind for kind in ARCHITECTURES if kind not in ("llama", "gpt_oss")),
+    ],
+)
 def test_greedy_tokens_equal_transformers(model_type: str, tmp_path: Path) -> None:
     oracle = learn(AutoModelForCausalLM.from_pretrained(write_model(tmp_path, model_type), dtype=torch.float32))
     oracle.to(torch.bfloat16).save_pretrained(tmp_path)
@@ -35,6 +42,7 @@ def test_greedy_tokens_equal_transformers(model_type: str, tmp_path: Path) -> No
         assert bytes(completion.token_ids) in TEXT * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", WINDOWS)
 def test_windowed_models_with_cached_prefixes_and_with_an_fp8_cache(model_type: str, tmp_path: Path) -> None:
     """Prompts and answers are longer than the window; the second and third prompt find the first one's blocks."""

@@ -95,6 +95,7 @@ def all_variants() -> set[str]:
 # --- what a check finds ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_kernel_of_this_cpu_agrees_at_every_level() -> None:
     found = checking.check(CPU, machine(kind="cpu"))
     assert found.unfinished == ""
@@ -403,6 +404,7 @@ selfcheck.prepare_device(torch.device("cuda:0"))
 """
 
 
+@pytest.mark.slow
 def test_processes_that_begin_together_check_once(tmp_path: Path) -> None:
     log = tmp_path / "log"
     command = [sys.executable, "-c", FIRST_USE, str(log)]

@@ -134,6 +134,7 @@ def replaced(document: Any, place: tuple[str | int, ...], value: Any) -> Any:
     return copy
 
 
+@pytest.mark.slow
 def test_wrong_values_of_every_key_of_config_json() -> None:
     """All keys that any family reads, without weights: the parser alone."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -160,6 +161,7 @@ def test_wrong_values_of_every_key_of_config_json() -> None:
     assert refused > 1000
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("size", ["num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size", "head_dim"])
 @pytest.mark.parametrize("value", [10**9, 10**30])
 def test_a_size_that_no_model_has_is_refused_before_anything_is_made(
@@ -172,6 +174,7 @@ def test_a_size_that_no_model_has_is_refused_before_anything_is_made(
         use(directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["compressed-tensors", "fp8", "modelopt"])
 def test_wrong_values_of_every_key_of_quantization_config(form: str, spoiled: Callable[[str], Path]) -> None:
     directory = spoiled(form)
@@ -204,6 +207,7 @@ EXTRA: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXTRA)
 def test_wrong_values_of_every_key_of_the_small_files(name: str, spoiled: Callable[[str], Path]) -> None:
     directory = spoiled("compressed-tensors")
@@ -214,6 +218,7 @@ def test_wrong_values_of_every_key_of_the_small_files(name: str, spoiled: Callab
             outcome(lambda: read_small_files(directory), f"{name}: {place} = {value!r:.60}")
 
 
+@pytest.mark.smoke
 def test_wrong_values_of_every_key_of_an_index(spoiled: Callable[[str], Path]) -> None:
     from safetensors import safe_open
 
@@ -237,6 +242,7 @@ NAMES = (*EXTRA, "config.json", "tokenizer.json", "chat_template.jinja", "hf_qua
          "model.safetensors", "model.safetensors.index.json")  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in NAMES if n.endswith(".json")])
 def test_files_that_are_no_json_object(name: str, spoiled: Callable[[str], Path]) -> None:
     directory = spoiled("compressed-tensors")
@@ -283,6 +289,7 @@ def nothing(path: Path) -> None:
 ODD = [fifo, directory, device, loop, dangling, terabyte, nothing]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", ODD, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", NAMES)
 def test_files_of_odd_kinds_in_a_model_directory(
@@ -302,6 +309,7 @@ def test_files_of_odd_kinds_in_a_model_directory(
         assert name in said
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("make", ODD, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("suffix", [".jsonl", ".txt"])
 def test_data_files_of_odd_kinds(make: Callable[[Path], None], suffix: str, tmp_path: Path) -> None:
@@ -312,6 +320,7 @@ def test_data_files_of_odd_kinds(make: Callable[[Path], None], suffix: str, tmp_
     assert path.name in sentence_of(refused.value)
 
 
+@pytest.mark.smoke
 def test_data_rows_of_wrong_types(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     message = {"role": "assistant", "content": "Yes", "weight": 1}

@@ -19,6 +19,8 @@ from tests.server.process import Process, serving
 PROMPTS = ["Once upon a time", "The scale of a tensor", "Why?"]
 ASKED: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "logprobs": 0}
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:

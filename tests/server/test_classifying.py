@@ -16,6 +16,8 @@ from tests.server.process import Process, serving
 
 DOCUMENTS = ["some text", "other words", "a tent"]
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", params=[1, 3], ids=["one label", "three labels"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Process, Path]]:

@@ -17,6 +17,8 @@ from tests.server.process import ROOT, Process, serving
 PROMPTS = ["Once upon a time there was", "The scale of a tensor", "to be or not to be, to be or"]
 NAMES = ("drafts", "draft_tokens", "accepted_draft_tokens", "draft_model_tokens")
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -16,6 +16,8 @@ from tests.server.process import Process, serving
 
 TEXTS = ["some text", "other words here", "some tent"]
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -39,6 +41,7 @@ def client(server: Process) -> Iterator[openai.OpenAI]:
         yield made
 
 
+@pytest.mark.smoke
 def test_openais_client_gets_the_embedders_vectors(client: openai.OpenAI, folder: Path) -> None:
     expected = Embedder(folder, recipe="rowwise").embed(TEXTS)
     for form in ("float", "base64"):

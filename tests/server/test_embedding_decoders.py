@@ -13,6 +13,8 @@ from tests.server.process import serving
 
 DOCUMENTS = ["some text", "a b", "", "long " * 2000]
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_decoder_embeds(tmp_path: Path) -> None:
     folder = embedding(tmp_path / "tiny")

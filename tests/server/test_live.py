@@ -132,6 +132,7 @@ def test_scales_are_live(server: Process) -> None:
     assert {"name", "amax", "scale", "headroom", "saturation"} <= set(layers[0])
 
 
+@pytest.mark.slow
 def test_fine_tune_activate_and_ask_again(server: Process, client: openai.OpenAI) -> None:
     data = "\n".join(map(json.dumps, ROWS * 4)).encode()
     stored = client.files.create(file=("rows.jsonl", data), purpose="fine-tune")
@@ -161,6 +162,7 @@ def test_fine_tune_activate_and_ask_again(server: Process, client: openai.OpenAI
     assert server.client.post("/models/tiny/activate", json={"source": "base"}, timeout=PATIENCE).status_code == 200
 
 
+@pytest.mark.slow
 def test_hugging_faces_client(server: Process) -> None:
     client = InferenceClient(base_url=server.url, token="k")
     whole = client.text_generation("Hello", max_new_tokens=10, details=True)
@@ -198,6 +200,7 @@ def until_status(server: Process, path: str, status: int) -> None:
     until(lambda: server.client.get(path).status_code == status, f"{status} of {path}")
 
 
+@pytest.mark.slow
 def test_a_hung_engine_is_ended_and_started_again(server: Process) -> None:
     pid = engine_pid(server)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -213,6 +216,7 @@ def test_a_hung_engine_is_ended_and_started_again(server: Process) -> None:
     assert server.client.get("/health/live").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_killed_engine_fails_what_runs_and_comes_back(server: Process) -> None:
     os.kill(engine_pid(server), signal.SIGKILL)
     until_status(server, "/health/ready", 503)

@@ -14,7 +14,7 @@ from tests.engine.tiny import write_model, write_scales
 from tests.patience import until
 from tests.server.process import Process, serving
 
-pytestmark = pytest.mark.skipif(not own_products("cpu"), reason="the CPU kernels are not built")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not own_products("cpu"), reason="the CPU kernels are not built")]
 STEP = 24  # tokens: a longer prompt is cut into chunks
 SERVED = {
     **{recipe: (recipe, "bf16") for recipe in parity.RECIPES if recipe != "delayed"},

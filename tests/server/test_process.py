@@ -177,6 +177,7 @@ def test_broken_http_is_a_4xx_and_harms_nobody(server: Process, data: bytes) -> 
     assert server.client.get("/health/ready").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_silent_stream_gets_keep_alive_comments(tmp_path: Path) -> None:
     slow = options(tmp_path, delay=3.0, limits={"keep_alive_seconds": 0.2})
     with serving(tmp_path / "log", **slow) as process:
@@ -208,6 +209,7 @@ def test_sigterm_loses_no_accepted_request(tmp_path: Path) -> None:
         assert "Traceback" not in process.log.read_text()
 
 
+@pytest.mark.slow
 def test_the_drain_has_a_deadline(tmp_path: Path) -> None:
     with serving(tmp_path / "log", **options(tmp_path, delay=0.5, drain_seconds=1)) as process:
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -226,6 +228,7 @@ def test_the_drain_has_a_deadline(tmp_path: Path) -> None:
         assert "Traceback" not in process.log.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("to_all", [True, False])
 def test_a_stop_while_the_model_loads_is_no_failure(tmp_path: Path, number: int, to_all: bool) -> None:
@@ -262,6 +265,7 @@ def gone(pid: int) -> bool:
     return not stat.exists() or stat.read_text().rpartition(") ")[2].startswith("Z")
 
 
+@pytest.mark.slow
 def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
     with serving(tmp_path / "log", **options(tmp_path, delay=1.0, drain_seconds=2 * PATIENCE)) as process:
         thread = threading.Thread(target=raw, args=(process.port, request("/generate", LONG)))

@@ -117,6 +117,7 @@ def test_a_place_that_is_taken_or_closed_is_one_sentence(plain: Path, tmp_path: 
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.slow
 def test_a_server_saves_beside_the_model_and_serves_what_it_saved(plain: Path, tmp_path: Path) -> None:
     source = tmp_path / "mine"
     write_calibrated(source, plain, calibrated(plain))

@@ -27,6 +27,8 @@ PROMPTS = ["Once upon a time", "The scale of a tensor", "A history keeps", "Numb
 NEW = 24
 RECIPE = {"one": "current", "two": "rowwise"}
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -54,6 +54,7 @@ def test_it_tries_a_larger_margin_then_current_scaling(configure: Configure, spo
     assert [path.name for path in checkpoint.list_checkpoints(Path(configure().out) / "checkpoints")] == ["step-12"]
 
 
+@pytest.mark.slow
 def test_what_it_goes_back_to_is_what_it_was_apart_from_the_margin(
     configure: Configure, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -73,6 +74,7 @@ def test_what_it_goes_back_to_is_what_it_was_apart_from_the_margin(
     assert [e["tried"] for e in of_code(events, "returned")] == ["margin 2"]
 
 
+@pytest.mark.slow
 def test_stopped_between_any_two_steps_it_ends_with_the_same_bytes(
     configure: Configure, spoils: None, tmp_path: Path
 ) -> None:
@@ -87,6 +89,7 @@ def test_stopped_between_any_two_steps_it_ends_with_the_same_bytes(
     assert hashes(Path(again.checkpoint or ""), ".safetensors") == hashes(Path(whole.checkpoint or ""), ".safetensors")
 
 
+@pytest.mark.slow
 def test_killed_again_and_again_it_is_the_same_directory(
     configure: Configure, tmp_path: Path, spoils: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +99,7 @@ def test_killed_again_and_again_it_is_the_same_directory(
     assert_same_when_killed(tmp_path, configure, names, **options)
 
 
+@pytest.mark.slow
 def test_the_log_of_a_job_has_each_step_of_each_try_once(
     configure: Configure, tmp_path: Path, spoils: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +122,7 @@ def test_the_log_of_a_job_has_each_step_of_each_try_once(
     assert [e["returns"] for e in of_code(log_of(job), "returned")] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_rate_that_nothing_helps_fails_after_two_returns(configure: Configure) -> None:
     events: list[dict[str, Any]] = []
     with pytest.raises(
@@ -128,6 +133,7 @@ def test_a_rate_that_nothing_helps_fails_after_two_returns(configure: Configure)
     assert not (Path(configure().out) / "model").exists()
 
 
+@pytest.mark.slow
 def test_gradients_that_are_not_finite_make_it_go_back(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil_gradients(monkeypatch, set(range(4, 15)))
     events: list[dict[str, Any]] = []
@@ -138,6 +144,7 @@ def test_gradients_that_are_not_finite_make_it_go_back(configure: Configure, mon
     assert result.status == "succeeded"
 
 
+@pytest.mark.slow
 def test_a_job_that_failed_may_be_told_to_go_back(configure: Configure, spoils: None) -> None:
     """Its checkpoints were not judged when they were written: bad ones are skipped."""
     with pytest.raises(JobError, match="Training diverged"):
@@ -148,6 +155,7 @@ def test_a_job_that_failed_may_be_told_to_go_back(configure: Configure, spoils: 
     assert [e["returns"] for e in of_code(events, "returned")] == [1, 1, 1, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_run_without_trouble_is_the_same_with_and_without(configure: Configure, tmp_path: Path) -> None:
     results = [
         Trainer(configure(out=str(tmp_path / how), save_every=2, on_divergence=how, template_date="2026-01-31")).run()

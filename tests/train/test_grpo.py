@@ -143,6 +143,7 @@ def test_advantages() -> None:
 # -- a run -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_it_learns_what_is_rewarded(grpo: Configure) -> None:
     found = metrics_of(grpo(max_steps=24, batch_size=4, num_generations=8, lr=1e-2))
     first, last = (sum(m["reward"] for m in part) / 4 for part in (found[:4], found[-4:]))
@@ -150,6 +151,7 @@ def test_it_learns_what_is_rewarded(grpo: Configure) -> None:
     assert "reward=" in found[-1]["message"]
 
 
+@pytest.mark.slow
 @exact
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])
 def test_a_hundred_steps_of_ratios_that_are_one(grpo: Configure, recipe: str) -> None:
@@ -219,6 +221,7 @@ def test_a_served_model_shares_nothing_with_the_run(grpo: Configure, model_dir: 
     assert not own & {tensor.data_ptr() for tensor in served_state(now.forward).values()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"beta": 0.1, "num_iterations": 2}, {"lora_rank": 4, "recipe": "bf16"}], ids=str)
 def test_killed_and_resumed_is_the_same_directory(tmp_path: Path, grpo: Configure, options: dict[str, Any]) -> None:
     names = ["model/training.json", "checkpoints/step-6/manifest.json"]

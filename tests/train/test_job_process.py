@@ -71,6 +71,7 @@ def test_a_packed_file_of_too_many_rows_fails_the_job_in_one_sentence(tmp_path: 
     assert events(job)[-1]["message"] == why
 
 
+@pytest.mark.slow
 def test_data_that_take_too_much_memory_fail_the_job_in_one_sentence(tmp_path: Path, configure: Configure) -> None:
     """A row of 12 MB of JSON becomes four million lists."""
     data = tmp_path / "rows.jsonl"
@@ -191,6 +192,7 @@ def same_result(one: Path, two: Path) -> bool:
     return hashes(a, ".safetensors") == hashes(b, ".safetensors") and served[0] == served[1] and same_scales(*models)
 
 
+@pytest.mark.slow
 def test_killed_at_random_is_the_same_bits(tmp_path: Path, configure: Configure) -> None:
     long = {"max_steps": 12, "save_every": 2, "accumulate": 2, "keep_last": 2}
     whole = make_job(tmp_path / "whole", configure, **long)

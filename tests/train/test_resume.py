@@ -57,6 +57,7 @@ def assert_same_when_killed(folder: Path, configure: Configure, names: Iterable[
     assert differing <= TIMES | {"worker.lock"}  # which holds a process id
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_is_the_same_directory(tmp_path: Path, configure: Configure) -> None:
     names = ("model/scales.safetensors", "checkpoints/step-8/manifest.json")
     assert_same_when_killed(tmp_path, configure, names, max_steps=8, keep_last=2)

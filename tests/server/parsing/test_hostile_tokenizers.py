@@ -23,6 +23,7 @@ from tests.server.fakes import FakeEngine, Launcher
 
 CPU, MEMORY = 2.0, 256 << 20
 LIMITS = ServerLimits(reading_seconds=CPU, reading_memory=MEMORY)
+SAMPLES = {"normalizer doubles 30 times", "decoder writes halves of characters", "ids are equal"}  # one per outcome
 REFUSALS = {"tokenizer_error", "invalid_parameter", "context_length_exceeded"}
 
 
@@ -39,7 +40,8 @@ def is_a_sentence(text: str) -> bool:
     return text.endswith(".") and "\n" not in text and "panicked" not in text
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.smoke) if n in SAMPLES else n for n in CASES])
 async def test_a_hostile_tokenizer_is_refused_or_right(start: Start, settings: Settings, name: str) -> None:
     case = CASES[name]
     case.write(settings.model)
@@ -98,6 +100,7 @@ async def test_only_the_limits_end_a_parser(start: Start, settings: Settings) ->
         assert [process.returncode for process in processes if process is not None] == [None]
 
 
+@pytest.mark.slow
 async def test_a_short_text_does_not_hold_a_parser_for_long(start: Start, settings: Settings) -> None:
     """With the limits of a server that nobody has set, which are made for long texts."""
     CASES["normalizer doubles 30 times"].write(settings.model)

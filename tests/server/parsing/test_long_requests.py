@@ -53,6 +53,8 @@ BODIES: dict[str, tuple[str, dict[str, Any], int]] = {
     "rows to train on": ("/finetune", {"data": [*ROWS, {"word": "x"}]}, 422),
 }
 
+pytestmark = pytest.mark.slow
+
 
 def parsers(parent: int) -> list[int]:
     """Process ids of the children of `parent` that are parsers."""
@@ -214,6 +216,7 @@ def test_a_request_that_needs_too_much_memory_is_refused(tmp_path: Path) -> None
         assert process.stop() == 0
 
 
+@pytest.mark.smoke
 async def test_a_text_that_cannot_fit_is_not_tokenized(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> list[int]:
         raise AssertionError("the text was tokenized")
@@ -226,6 +229,7 @@ async def test_a_text_that_cannot_fit_is_not_tokenized(start: Start, monkeypatch
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
+@pytest.mark.smoke
 async def test_a_full_house_refuses_before_it_reads(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> list[int]:
         raise AssertionError("the text was tokenized")

@@ -73,6 +73,11 @@ def _of_copies(rank: int, config: str, model: str) -> dict[str, Tensor]:
     return {**grads, "norm": norm, **scaling_tensors(forward)}
 
 
+def _shards_and_copies(rank: int, config: str, model: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    return _of_shards(rank, config, model), _of_copies(rank, config, model)
+
+
+@pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize("recipe", ["delayed", "block"])
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "deepseek_v3", "gemma2", "apertus", "phi3"])
 def test_the_same_gradients_in_every_kind_of_layer(
@@ -80,8 +85,9 @@ def test_the_same_gradients_in_every_kind_of_layer(
 ) -> None:
     make_model(KINDS[family], tmp_path / "model")
     config = configure(recipe=recipe, fsdp=True).to_json()
-    copies = on_ranks(2, _of_copies, config, str(tmp_path / "model"))[0]
-    for rank, shards in enumerate(on_ranks(2, _of_shards, config, str(tmp_path / "model"))):
+    both = on_ranks(2, _shards_and_copies, config, str(tmp_path / "model"))
+    copies = both[0][1]
+    for rank, (shards, _) in enumerate(both):
         assert shards.keys() == copies.keys()
         for name, tensor in shards.items():
             whole = copies[name]

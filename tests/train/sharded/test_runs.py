@@ -37,13 +37,11 @@ CASES: dict[str, dict[str, Any]] = {
     "delayed, masters in the optimizer": {"master_weights": "optimizer"},
     "most recent, in FP8 attention": {"recipe_options": {"amax_compute_algo": "most_recent", "fp8_dpa": True}},
     "dgrad in high precision": {"recipe_options": {"override_linear_precision": [False, True, False]}},
-    "bf16": {"recipe": "bf16"},
     "current": {"recipe": "current"},
-    "current, masters in the optimizer": {"recipe": "current", "master_weights": "optimizer"},
     "rowwise, masters in the optimizer": {"recipe": "rowwise", "master_weights": "optimizer"},
     "block": {"recipe": "block"},
     "recomputed": {"recompute": True},
-    "clipped": {"clip": 0.01, "recipe": "bf16"},
+    "bf16, clipped": {"clip": 0.01, "recipe": "bf16"},
     "one microbatch each": {"accumulate": 2},
 }
 
@@ -123,13 +121,13 @@ def test_a_run_that_diverges_goes_back(configure: Configure, tmp_path: Path) -> 
 
 
 def test_a_job_goes_on_divided_or_not_with_any_number_of_processes(configure: Configure, tmp_path: Path) -> None:
-    options: dict[str, Any] = {**SHARED, "max_steps": 10}
+    options: dict[str, Any] = {**SHARED, "max_steps": 8}
     by_processes(1, configure(**options, out=str(tmp_path / "through")))
-    plan = ((2, True, 2), (4, False, 2), (4, True, 2), (1, True, 2), (2, True, None))
+    plan = ((2, True, 2), (4, False, 2), (1, True, 2), (2, True, None))
     for world, fsdp, stop_after in plan:
         by_processes(world, configure(**options, fsdp=fsdp, out=str(tmp_path / "changing")), stop_after)
     last = [
-        {n: h for n, h in trained(tmp_path / run).items() if "step-10" in n or n == "model/model.safetensors"}
+        {n: h for n, h in trained(tmp_path / run).items() if "step-8" in n or n == "model/model.safetensors"}
         for run in ("through", "changing")
     ]
     assert len(last[0]) > 5
