@@ -310,6 +310,6 @@ def served_facts(served: Served | None) -> dict[str, str]:
 def answers_line(served: Served) -> str:
     """One line: how tool calls and reasoning are read from answers."""
     line = f"tool calls are read as {served.answers.tools}, reasoning as {served.answers.reasoning}"
-    told = "; the chat template knows no tools, so the system message describes them"
+    note = "; the chat template knows no tools, so the system message describes them"
     described = served.answers.tools != "none" and not served.tokenizer.takes_tools
-    return line + (told if described else "")
+    return line + (note if described else "")
