@@ -119,7 +119,7 @@ def _recipe(needed: tuple[str, ...], kernels: dict[str, str]) -> dict[str, str]:
 
 
 def _data_home() -> Path:
-    from fp8serve.server.settings import data_home
+    from fp8serve.server.data_directory import data_home
 
     return data_home()
 

@@ -48,10 +48,10 @@ def routes() -> set[str]:
     """Paths of the routes that the application includes for what a server says about itself."""
     from fastapi.routing import APIRoute
 
-    from fp8serve.server.api import page_routes
     from fp8serve.server.api.native import status_routes
+    from fp8serve.server.app import pages
 
-    found = [*status_routes.router.routes, *page_routes.router.routes]
+    found = [*status_routes.router.routes, *pages().routes]
     return {route.path for route in found if isinstance(route, APIRoute)}
 
 

@@ -22,7 +22,7 @@ ALLOWED = {
 MORE = {"fp8serve.train.methods.grpo.rollouts": {"engine"}}
 """A policy is trained on what a server says, so that one module of training runs one."""
 FOUNDATION = {
-    "faults", "named_models", "settings", "metrics", "vllm_metrics", "tasks", "tracing", "usage",
+    "faults", "named_models", "settings", "metrics", "vllm_metrics", "tracing", "usage",
 }  # fmt: skip
 ALLOWED_IN_SERVER = {
     "answers": {"answers"},

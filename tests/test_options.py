@@ -21,8 +21,7 @@ from fp8serve.server.schemas import generation_bodies, openai_bodies
 from fp8serve.server.schemas.finetune_bodies import FinetuneBody
 from fp8serve.server.schemas.generation_bodies import GenerateParameters
 from fp8serve.server.schemas.openai_bodies import MAX_STOPS, ChatBody, CompletionBody
-from fp8serve.server.schemas.wire_names import NOT_ON_THE_WIRE, WIRE_NAMES
-from fp8serve.train.config import TrainConfig
+from fp8serve.train.config import NOT_ON_THE_WIRE, WIRE_NAMES, TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -27,9 +27,8 @@ from fp8serve.commands.from_options import Chosen, with_options
 from fp8serve.errors import MachineError
 from fp8serve.model.text.data_files import DATA, local_file
 from fp8serve.options import options_of
-from fp8serve.server.schemas.wire_names import NOT_ON_THE_WIRE, WIRE_NAMES
 from fp8serve.terminal import AsJson, print_json, print_table, printable, progress, remark
-from fp8serve.train.config import TrainConfig
+from fp8serve.train.config import NOT_ON_THE_WIRE, WIRE_NAMES, TrainConfig
 from fp8serve.train.events import FIRST_COLUMNS, Metrics, Points, as_csv, curves_of, series_of_run
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=__doc__)

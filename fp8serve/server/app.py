@@ -2,15 +2,22 @@
 
 `create_app(settings)` is a clean ASGI application that anything can host; `fp8serve.server.launch.run` hosts it with
 uvicorn and adds binding, signals and draining. This process never imports torch.
+
+The console and the documentation are plain files of this package under a strict content security policy. They work
+offline, load nothing from elsewhere, and need no build: the console consists of ES modules, served as they are written.
+A browser asks again each time, and learns from the hash of a file's bytes that it already has it.
 """
 
 import contextlib
+import hashlib
 from collections.abc import AsyncIterator, Sequence
+from importlib.resources import files
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI, Request
+from starlette.responses import RedirectResponse, Response
 
 import fp8serve
-from fp8serve.server.api import anthropic_messages, model_list_routes, page_routes, responses
+from fp8serve.server.api import anthropic_messages, model_list_routes, responses
 from fp8serve.server.api.native import finetune_routes, generation_routes, model_routes, status_routes
 from fp8serve.server.api.openai import (
     chat_routes,
@@ -32,8 +39,21 @@ from fp8serve.server.settings import Settings
 SUMMARY = "Serve a language model in FP8, fine-tune it in FP8, and serve the result, through one interface."
 ROUTES = (
     generation_routes, completion_routes, chat_routes, responses, anthropic_messages, embedding_routes,
-    model_list_routes, finetune_routes, model_routes, finetuning_routes, status_routes, page_routes,
+    model_list_routes, finetune_routes, model_routes, finetuning_routes, status_routes,
 )  # fmt: skip
+CSP = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+FOLDER = files("fp8serve.server").joinpath("console")
+MEDIA_TYPES = {"js": "text/javascript; charset=utf-8", "css": "text/css; charset=utf-8", "svg": "image/svg+xml"}
+HTML = "text/html; charset=utf-8"
+PARTS = sorted(item.name for item in FOLDER.iterdir() if item.name.rpartition(".")[2] in MEDIA_TYPES)
+PAGES = {
+    "/": ("index.html", HTML),
+    "/docs": ("docs.html", HTML),
+    **{f"/console/{name}": (name, MEDIA_TYPES[name.rpartition(".")[2]]) for name in PARTS},
+}
 
 
 def create_app(settings: Settings, start_engine: Launch | None = None, worker: Sequence[str] = ()) -> FastAPI:
@@ -58,10 +78,11 @@ def create_app(settings: Settings, start_engine: Launch | None = None, worker: S
         redirect_slashes=False,
     )
     app.state.server = state
-    for routes in ROUTES:
-        app.include_router(routes.router)
+    routers = (*(routes.router for routes in ROUTES), pages())
+    for router in routers:
+        app.include_router(router)
     describe(app)
-    add_error_handlers(app, (route.path for routes in ROUTES for route in routes.router.routes))
+    add_error_handlers(app, (route.path for router in routers for route in router.routes))
     limits = settings.limits
     app.add_middleware(
         BodyLimits, max_bytes=limits.body_bytes, seconds=limits.body_seconds, held_bytes=limits.held_bytes
@@ -70,6 +91,32 @@ def create_app(settings: Settings, start_engine: Launch | None = None, worker: S
     app.add_middleware(AccessControl, settings=settings, keys=state.keys)
     app.add_middleware(AccessLog, metrics=state.metrics, tracing=state.tracing)
     return app
+
+
+def pages() -> APIRouter:
+    """One route for each file of `PAGES`; no path of a request ever names a file."""
+    router = APIRouter(tags=["server"])
+    for path, (name, media_type) in PAGES.items():
+        content = FOLDER.joinpath(name).read_bytes()
+        router.add_api_route(path, _page(content, media_type), methods=["GET", "HEAD"], include_in_schema=False)
+
+    @router.get("/console", include_in_schema=False)
+    def console() -> Response:
+        return RedirectResponse("./")  # relative, because a proxy may put the server below a path
+
+    return router
+
+
+def _page(content: bytes, media_type: str):  # type: ignore[no-untyped-def]
+    tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    headers = {"Content-Security-Policy": CSP, "Cache-Control": "no-cache", "ETag": tag}
+
+    async def page(request: Request) -> Response:
+        if tag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        return Response(content, media_type=media_type, headers=headers)
+
+    return page
 
 
 @contextlib.asynccontextmanager

@@ -5,24 +5,45 @@ empty job table. Only what this server itself created is removed: parents that i
 names that were not in the directory before. A directory in which a client has stored something meanwhile stays.
 """
 
+import fcntl
+import hashlib
 import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
-from fp8serve.server.settings import Settings, default_data_dir, lock_data_dir, prepare_data_dir
+from fp8serve.errors import MachineError
+from fp8serve.model.storage.files import make_private
+from fp8serve.server.settings import Settings
+
+JOB_TABLE = "jobs.sqlite3"
+"""A file of the data directory."""
+
+
+def data_home() -> Path:
+    """The user's directory that holds one data directory per model."""
+    return Path.home() / ".local" / "share" / "fp8serve"
+
+
+def default_data_dir(model: Path) -> Path:
+    """Where jobs, uploads and checkpoints live unless told otherwise: a place of its own for each model."""
+    path = model.resolve()
+    mark = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+    return data_home() / f"{path.name}-{mark}"
 
 
 class DataDirectory:
     """MachineError: it cannot be written, or another server uses it."""
 
     def __init__(self, settings: Settings) -> None:
-        path = (settings.data_dir or default_data_dir(settings.model)).absolute()
+        directory = settings.data_dir or default_data_dir(settings.model)
+        self.path = path = directory.absolute()  # as `safe_text` knows paths of ours
         self._created = [folder for folder in (path, *path.parents) if not folder.exists()]
         try:
-            self.path = prepare_data_dir(settings)
-            self._before = set(os.listdir(self.path))
-            self._lock = lock_data_dir(self.path)
+            _prepare(path)
+            self._before = set(os.listdir(path))
+            self._lock = _lock(path)
         except BaseException:
             self._remove_folders()
             raise
@@ -48,3 +69,39 @@ class DataDirectory:
         with suppress(OSError):
             for folder in self._created:
                 Path(folder).rmdir()
+
+
+def _prepare(path: Path) -> None:
+    """Makes the data directory, private to this user.
+
+    A directory that exists and holds anything but an earlier server's files may serve others, too, and keeps its mode;
+    what the server puts there is private in any case.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if (path / JOB_TABLE).exists() or not any(path.iterdir()):
+            make_private(path)
+    except OSError as error:
+        raise MachineError(
+            f"Cannot make the data directory {path} ({error.strerror}); choose another with --data-dir."
+        ) from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise MachineError(f"The data directory {path} is not writable; choose another with --data-dir.")
+
+
+def _lock(path: Path) -> IO[str]:
+    """Held while a server lives: two servers would run each other's jobs."""
+    try:
+        make_private(path / "jobs")
+        lock = (path / "server.lock").open("a+")
+        os.fchmod(lock.fileno(), 0o600)
+    except OSError as error:
+        raise MachineError(f"The data directory {path} cannot be written: {error.strerror}.") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise MachineError(
+            f"Another server uses the data directory {path}; stop it, or give this one its own with --data-dir."
+        ) from None
+    return lock

@@ -117,7 +117,7 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
         super().__init__(config)
         self.state = state
-        self._keys_asked = False
+        self._reload_keys = False
         self._no_descriptor = ThrottledWarning()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -152,9 +152,9 @@ class DrainingServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begins the drain before the loop learns anything else, such as the end of an engine that got the signal,
         too."""
-        self._loop.call_soon_threadsafe(self._asked_to_stop)
+        self._loop.call_soon_threadsafe(self._drain_or_hurry)
 
-    def _asked_to_stop(self) -> None:
+    def _drain_or_hurry(self) -> None:
         if self.state.draining.is_set():
             self.state.hurry()
         else:
@@ -162,12 +162,12 @@ class DrainingServer(uvicorn.Server):
             self.state.begin_drain()
 
     def handle_hangup(self, sig: int, frame: FrameType | None) -> None:
-        self._keys_asked = True
+        self._reload_keys = True
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second."""
-        if self._keys_asked:
-            self._keys_asked = False
+        if self._reload_keys:
+            self._reload_keys = False
             self.state.keys.reload()
         if self.state.failed.is_set() or (self.state.draining.is_set() and self.state.drained):
             self.should_exit = True

@@ -22,7 +22,7 @@ from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError, MachineError
 from fp8serve.server.access.keys import KeyFile
 from fp8serve.server.access.limits import TenantLimiter
-from fp8serve.server.data_directory import DataDirectory
+from fp8serve.server.data_directory import JOB_TABLE, DataDirectory
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.finetuning.activation import Activation
 from fp8serve.server.finetuning.job_runner import WORKER, JobRunner
@@ -42,7 +42,7 @@ from fp8serve.server.serving.rolled_scales import RolledScales
 from fp8serve.server.serving.served import Launch, Served, Source, launch
 from fp8serve.server.serving.served_model import BASE, ServedModel
 from fp8serve.server.serving.supervisor import EngineSupervisor
-from fp8serve.server.settings import JOB_TABLE, Settings, is_loopback
+from fp8serve.server.settings import Settings, is_loopback
 from fp8serve.server.tracing import tracing_of
 from fp8serve.server.usage import Usage
 
@@ -310,6 +310,6 @@ def served_facts(served: Served | None) -> dict[str, str]:
 def answers_line(served: Served) -> str:
     """One line: how tool calls and reasoning are read from answers."""
     line = f"tool calls are read as {served.answers.tools}, reasoning as {served.answers.reasoning}"
-    told = "; the chat template knows no tools, so the system message describes them"
+    note = "; the chat template knows no tools, so the system message describes them"
     described = served.answers.tools != "none" and not served.tokenizer.takes_tools
-    return line + (told if described else "")
+    return line + (note if described else "")

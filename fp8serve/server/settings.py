@@ -4,20 +4,16 @@ The command line fills it; `create_app` and `run` read it; nothing here reads th
 times are seconds. `ServerLimits` bounds everything that a request can multiply and is shown by `GET /info`.
 """
 
-import fcntl
-import hashlib
 import ipaddress
-import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
 from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import MachineError, RequestError, shown
 from fp8serve.logs import LogFormat
-from fp8serve.model.storage.files import make_private
 from fp8serve.options import About, check, http_address, options_of
 from fp8serve.server.answers.choice import AnswerFormat, ReasoningFormat, ToolFormat
 from fp8serve.server.named_models import NamedAdapter, NamedModel, check_name
@@ -27,20 +23,6 @@ TrainOn = Literal["refuse", "share", "pause"]
 Count = Annotated[int, Ge(1)]
 Seconds = Annotated[float, Gt(0)]
 KEY_VARIABLE = "FP8SERVE_API_KEY"
-JOB_TABLE = "jobs.sqlite3"
-"""A file of the data directory."""
-
-
-def data_home() -> Path:
-    """The user's directory that holds one data directory per model."""
-    return Path.home() / ".local" / "share" / "fp8serve"
-
-
-def default_data_dir(model: Path) -> Path:
-    """Where jobs, uploads and checkpoints live unless told otherwise: a place of its own for each model."""
-    path = model.resolve()
-    mark = hashlib.sha256(str(path).encode()).hexdigest()[:8]
-    return data_home() / f"{path.name}-{mark}"
 
 
 @dataclass(frozen=True)
@@ -329,41 +311,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def prepare_data_dir(settings: Settings) -> Path:
-    """Makes the data directory, private to this user. Raises MachineError when it cannot be written.
-
-    A directory that exists and holds anything but an earlier server's files may serve others, too, and keeps its mode;
-    what the server puts there is private in any case.
-    """
-    path = (settings.data_dir or default_data_dir(settings.model)).absolute()  # as `safe_text` knows paths of ours
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if (path / JOB_TABLE).exists() or not any(path.iterdir()):
-            make_private(path)
-    except OSError as error:
-        raise MachineError(
-            f"Cannot make the data directory {path} ({error.strerror}); choose another with --data-dir."
-        ) from None
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise MachineError(f"The data directory {path} is not writable; choose another with --data-dir.")
-    return path
-
-
-def lock_data_dir(path: Path) -> IO[str]:
-    """Held while a server lives: two servers would run each other's jobs. Raises MachineError when another holds it."""
-    try:
-        make_private(path / "jobs")
-        lock = (path / "server.lock").open("a+")
-        os.fchmod(lock.fileno(), 0o600)
-    except OSError as error:
-        raise MachineError(f"The data directory {path} cannot be written: {error.strerror}.") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.close()
-        raise MachineError(
-            f"Another server uses the data directory {path}; stop it, or give this one its own with --data-dir."
-        ) from None
-    return lock

@@ -33,6 +33,12 @@ _FREE_ON_RESUME = {
     *("format", "fsdp", "on_divergence", "recompute", "report_to", "result", "reward", "grader_url", "reward_seconds"),
 }
 
+WIRE_NAMES = {"lr": "learning_rate"}
+"""How a server's clients name an option where the name differs."""
+NOT_ON_THE_WIRE = ("data", "out", "eval_data", "save_minutes", "format", "device", "template_date", "reward",
+                   "report_to")  # fmt: skip
+"""Options that are a server's operator's, or that the server fills in."""
+
 
 @dataclass(frozen=True)
 class TrainConfig(AnswerOptions):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fp8serve.server.settings import JOB_TABLE
+from fp8serve.server.data_directory import JOB_TABLE
 from tests.server.fakes import model_dir
 from tests.server.process import serving
 

@@ -31,8 +31,7 @@ from fp8serve.server.api.chat_generation import (
     template_variables,
     translated,
 )
-from fp8serve.server.api.routing import BoundedRoute, StateDep
-from fp8serve.server.api.wire import STREAM, Answer, JsonObject
+from fp8serve.server.api.routing import STREAM, Answer, BoundedRoute, JsonObject, StateDep
 from fp8serve.server.faults import Fault
 from fp8serve.server.http.streams import event, until_disconnect
 from fp8serve.server.schemas import anthropic_bodies as a

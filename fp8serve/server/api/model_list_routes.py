@@ -13,8 +13,7 @@ from fastapi import APIRouter
 
 from fp8serve.engine.request import Task
 from fp8serve.errors import suggestion
-from fp8serve.server.api.routing import StateDep
-from fp8serve.server.api.wire import Answer
+from fp8serve.server.api.routing import Answer, StateDep
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.named_models import models_below
 from fp8serve.server.server_state import ServerState

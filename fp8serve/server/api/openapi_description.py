@@ -11,7 +11,7 @@ from typing import Literal
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
-from fp8serve.server.api.wire import Answer, JsonObject, absent
+from fp8serve.server.api.routing import Answer, JsonObject, absent
 from fp8serve.server.faults import KINDS, Code, is_anthropic, is_openai
 from fp8serve.server.http.scope import OPEN_PATHS
 

@@ -26,8 +26,7 @@ from fp8serve.server.api.chat_generation import (
     generate_chat,
     translated,
 )
-from fp8serve.server.api.routing import BoundedRoute, StateDep
-from fp8serve.server.api.wire import STREAM, Answer, CachedTokens, JsonObject
+from fp8serve.server.api.routing import STREAM, Answer, BoundedRoute, CachedTokens, JsonObject, StateDep
 from fp8serve.server.faults import Fault
 from fp8serve.server.http.streams import event
 from fp8serve.server.schemas import item_bodies as b

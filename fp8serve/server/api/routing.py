@@ -1,4 +1,5 @@
-"""What all routes have in common: arguments of handlers other than bodies, and the check of long bodies.
+"""What all routes have in common: arguments of handlers other than bodies, the base of the models of their answers, and
+the check of long bodies.
 
 Long bodies are checked in a parser process before FastAPI sees them. FastAPI gets the same request, valid and without
 rows of training data, which the process has written to a file.
@@ -12,6 +13,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 from fastapi import Depends, Header, Query, Request
 from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict, Field, with_config
 from starlette.responses import Response
 
 from fp8serve.server.http.scope import replay
@@ -19,6 +21,25 @@ from fp8serve.server.http.streams import until_disconnect
 from fp8serve.server.parsing.parser_pool import SHORT
 from fp8serve.server.parsing.sizes import ROWS, check_keys
 from fp8serve.server.server_state import ServerState
+
+JsonObject = dict[str, Any]
+LOWEST_LOGPROB = -9999.0
+EVENTS = "text/event-stream"
+STREAM: dict[int | str, dict[str, Any]] = {
+    200: {
+        "content": {
+            EVENTS: {
+                "schema": {
+                    "type": "object",
+                    "description": "Of each event of the stream.",
+                    "required": ["data"],
+                    "properties": {name: {"type": "string"} for name in ("data", "event", "id")},
+                }
+            }
+        }
+    }
+}
+"""The description of a stream of events, for `responses` of a route that can answer with one."""
 
 
 def state_of(request: Request) -> ServerState:
@@ -30,6 +51,30 @@ def state_of(request: Request) -> ServerState:
 StateDep = Annotated[ServerState, Depends(state_of)]
 PageSize = Annotated[int, Query(ge=1, le=1000)]
 IdempotencyKey = Annotated[str | None, Header(max_length=255)]
+
+
+class Answer(BaseModel):
+    """The base of every object in an answer. Objects are closed: a field that its class lacks is an error."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), json_schema_serialization_defaults_required=True)
+
+
+closed = with_config(extra="forbid")
+"""Closes a TypedDict, the form of objects of which an answer has thousands: checking one makes no instance."""
+
+
+class CachedTokens(Answer):
+    cached_tokens: int
+
+
+def absent() -> Any:
+    """The default of a field that is left out of the answer while it is None."""
+    return Field(None, exclude_if=lambda value: value is None)
+
+
+def finite(logprob: float) -> float:
+    """A finite number for one that may be minus infinity, which JSON does not have."""
+    return max(logprob, LOWEST_LOGPROB)
 
 
 def _context(state: ServerState) -> int:

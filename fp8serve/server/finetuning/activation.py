@@ -5,18 +5,17 @@ default. A change continues to its end even if the client that asked for it goes
 """
 
 import asyncio
+import json
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fp8serve.errors import Fp8ServeError
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.finetuning.checkpoints import job_of
-from fp8serve.server.finetuning.data_checks import measured_rows
 from fp8serve.server.finetuning.job_records import Job
 from fp8serve.server.finetuning.job_runner import JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
-from fp8serve.server.finetuning.sources import Sources
+from fp8serve.server.finetuning.sources import Sources, job_of
 from fp8serve.server.parsing.request_parser import RequestParser
 from fp8serve.server.serving.adapter_loader import AdapterLoader
 from fp8serve.server.serving.adapters import AdapterSource, ServedAdapter
@@ -24,9 +23,10 @@ from fp8serve.server.serving.loader import Loader
 from fp8serve.server.serving.registry import Registry
 from fp8serve.server.serving.served import Served, Source
 from fp8serve.server.serving.served_model import BASE, ServedModel
-from fp8serve.server.serving.verification import UNVERIFIED, Verification, Verified
+from fp8serve.server.serving.verification import UNVERIFIED, MeasuredRow, Verification, Verified
 
 log = logging.getLogger("fp8serve.server")
+MEASURED_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -132,10 +132,16 @@ class Activation:
         return directory if name == self.models.default.name else f"{name}={directory}"
 
     async def _verification(self, model: ServedModel, job: Job, ratio: float, tokenizer: Path) -> Verification:
-        """By the rows of the job, as the tokenizer in a directory reads them."""
+        """By the rows of the job, as the tokenizer in a directory reads them: its held-out rows, or rows that it
+        learnt if it has none; by none if they cannot be read. All tokens of a prompt without an answer count.
+        """
+        rows: list[MeasuredRow] = []
         try:
-            config = await asyncio.to_thread(self.runner.config_of, job.id)
-        except Fp8ServeError:
-            return Verification((), ratio, model.deadlines.load)
-        rows = await measured_rows(self.parser, replace(config, model=str(tokenizer)))
+            config = replace(await asyncio.to_thread(self.runner.config_of, job.id), model=str(tokenizer))
+            files = list(config.eval_data or config.data)
+            request = {"config": config.to_json(), "files": files, "most": MEASURED_TOKENS}
+            for ids, counts in json.loads(await self.parser.look_at_rows("some_rows", json.dumps(request).encode())):
+                rows.append(MeasuredRow(tuple(ids), tuple(counts if any(counts[1:]) else [True] * len(ids))))
+        except (Fp8ServeError, OSError) as error:
+            log.warning("the rows of a job cannot be read, so its perplexity is not measured: %s", error)
         return Verification(rows, ratio, model.deadlines.load)

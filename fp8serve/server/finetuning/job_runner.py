@@ -28,7 +28,6 @@ from fp8serve.processes import describe_exit, module_command
 from fp8serve.server.faults import safe_text
 from fp8serve.server.finetuning.job_records import Job
 from fp8serve.server.finetuning.job_store import JobStore
-from fp8serve.server.tasks import cancel
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.events import EVENTS
 from fp8serve.train.job_process import EXIT_FAILED, EXIT_LOCKED, EXIT_STOPPED, EXIT_USAGE, job_config
@@ -245,7 +244,8 @@ class JobRunner:
             await self._worker.stop(seconds)
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=1.0)
-            await cancel(self._task)
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
         self.closed = True
 
     # -- one job -------------------------------------------------------------------------------------------------------

@@ -1,14 +1,22 @@
-"""The weights that a name can serve: those of its own directory, of a fine-tune job's result, or of a checkpoint."""
+"""The weights that a name can serve: those of its own directory, of a fine-tune job's result, or of a checkpoint.
+
+As at OpenAI, a checkpoint's name is that of the job, or of its result, followed by `:ckpt-step-N`. Before it can be
+served or trained on, it is exported to a model directory like the job's result, JOB_DIR/served/step-N, which stays
+until the job is deleted. The export needs torch, which the server's process does not load, so another process does it.
+"""
 
 import logging
+import re
+import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from fp8serve.errors import ModelError
 from fp8serve.model.storage.files import read_json
-from fp8serve.server.faults import Code, Fault
-from fp8serve.server.finetuning.checkpoints import checkpoint_model, checkpoint_name, job_of, parsed
-from fp8serve.server.finetuning.job_records import Job
+from fp8serve.processes import describe_exit, module_command
+from fp8serve.server.faults import Code, Fault, safe_text
+from fp8serve.server.finetuning.job_records import Event, Job
 from fp8serve.server.finetuning.job_runner import JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.server.serving.adapters import AdapterSource
@@ -18,6 +26,24 @@ from fp8serve.server.serving.served_model import BASE, ServedModel
 
 log = logging.getLogger("fp8serve.server")
 MANY = 100_000
+CHECKPOINT_NAME = re.compile(r"(.+):ckpt-step-([0-9]{1,9})")
+EXPORT = module_command("fp8serve.train.export")
+
+
+def checkpoint_name(of: str, step: int) -> str:
+    """The name of a checkpoint; `of` is the id of its job, or the name of the job's result."""
+    return f"{of}:ckpt-step-{step}"
+
+
+def job_of(key: str) -> str:
+    """The job's id in the key of a source, which names a job or a checkpoint."""
+    match = CHECKPOINT_NAME.fullmatch(key)
+    return key if match is None else match[1]
+
+
+def checkpoint_metrics(item: Event) -> dict[str, Any]:
+    """What the trainer measured at a checkpoint."""
+    return {k: v for k, v in item.data.items() if k != "step"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +85,7 @@ class Sources:
         """
         _refuse_adapter(job)
         key, name = (checkpoint_name(of, step) for of in (job.id, job.model_id))
-        return self._source(home, key, name, checkpoint_model(self.jobs, self.runner, job, step))
+        return self._source(home, key, name, self._checkpoint_directory(job, step))
 
     def _source(self, home: Source, key: str, name: str, directory: Path) -> Source:
         options = replace(home.options, recipe="stored", scales=None)
@@ -67,11 +93,43 @@ class Sources:
 
     def checkpoint(self, name: str) -> tuple[Job, int] | None:
         """The job and the step in the name of a checkpoint; None for another name, or if there is no such job."""
-        if (parts := parsed(name)) is None:
+        if (match := CHECKPOINT_NAME.fullmatch(name)) is None:
             return None
-        of, step = parts
-        job = next((job for job in self.jobs.jobs(limit=MANY) if of in (job.id, job.model_id)), None)
-        return None if job is None else (job, step)
+        job = _named(match[1], self.jobs.jobs(limit=MANY))
+        return None if job is None else (job, int(match[2]))
+
+    def checkpoints(self, job: Job) -> list[Event]:
+        """The events of checkpoints whose directory is still there, newest first. A directory gets its name only when
+        it is whole."""
+        newest: dict[int, Event] = {}
+        for item in self.jobs.newest_events(job.id, 10_000, kind="checkpoint"):
+            newest.setdefault(int(item.data["step"]), item)
+        return [item for step, item in newest.items() if self._checkpoint(job, step).is_dir()]
+
+    def key(self, job: Job, step: int | None) -> str:
+        """The key of the job's result if `step` is None or the step of the result, otherwise of the checkpoint."""
+        last = next((int(item.data["step"]) for item in self.checkpoints(job)), None)
+        is_result = job.status == "succeeded" and step == last and job.config.get("result", "last") == "last"
+        return job.id if step is None or is_result else checkpoint_name(job.id, step)
+
+    def _checkpoint(self, job: Job, step: int) -> Path:
+        return self.runner.dir_of(job.id) / "out" / "checkpoints" / f"step-{step}"
+
+    def _checkpoint_directory(self, job: Job, step: int) -> Path:
+        """The model directory of a checkpoint, which is made now if it does not exist yet. Fault 409: there is no such
+        checkpoint, or no model can be made of it.
+        """
+        out, checkpoint = self.runner.dir_of(job.id) / "served" / f"step-{step}", self._checkpoint(job, step)
+        if out.is_dir():
+            return out
+        if not checkpoint.is_dir():
+            steps = ", ".join(str(item.data["step"]) for item in self.checkpoints(job)) or "none"
+            raise Fault(Code.JOB_STATE, f"The job has no checkpoint of step {step}; it has {steps}.", param="step")
+        export = subprocess.run([*EXPORT, str(checkpoint), str(out)], capture_output=True, text=True, check=False)
+        if export.returncode and not out.is_dir():  # another request may have made it meanwhile
+            last_line = (export.stderr.strip().splitlines() or [describe_exit(export.returncode)])[-1]
+            raise Fault(Code.JOB_STATE, f"No model can be made of the checkpoint: {safe_text(last_line)}")
+        return out
 
     def first(self, home: Source, mark: str) -> list[Source]:
         """What a model tries to serve when it starts, in this order: what was activated under `mark`, then its own
@@ -89,7 +147,7 @@ class Sources:
 
     def result(self, name: str) -> Job | None:
         """The succeeded job whose id, or whose result's id, is `name`."""
-        return next((job for job in self.results(MANY) if name in (job.id, job.model_id)), None)
+        return _named(name, self.results(MANY))
 
     def adapters(self, most: int = 1000) -> list[Job]:
         """Jobs that succeeded with an adapter as their result, newest first."""
@@ -101,7 +159,7 @@ class Sources:
         """
         if (checkpoint := self.checkpoint(name)) is not None:
             return checkpoint if is_adapter(checkpoint[0]) else None
-        job = next((job for job in self.adapters(MANY) if name in (job.id, job.model_id)), None)
+        job = _named(name, self.adapters(MANY))
         return None if job is None else (job, None)
 
     def of_adapter(self, job: Job, step: int | None = None, name: str | None = None) -> AdapterSource:
@@ -110,7 +168,7 @@ class Sources:
         """
         if step is not None:
             key, root = (checkpoint_name(of, step) for of in (job.id, job.model_id))
-            return AdapterSource(name or root, root, checkpoint_model(self.jobs, self.runner, job, step), key)
+            return AdapterSource(name or root, root, self._checkpoint_directory(job, step), key)
         return AdapterSource(name or job.model_id, job.model_id, self._result_directory(job), job.id)
 
     def _result_directory(self, job: Job) -> Path:
@@ -138,15 +196,24 @@ class Sources:
         raise Fault(Code.JOB_STATE, f"The job was trained from {job.root}, which is not loaded here.", hint=hint)
 
     def _first_directory(self, job: Job) -> str | None:
+        """The model directory from which the first job of the line started."""
         while (before := self._job_or_none(job.source)) is not None:
             job = before
-        return _trained_model(self.runner.dir_of(job.id))
+        try:
+            return str(read_json(self.runner.dir_of(job.id) / "job.json")["model"])
+        except (ModelError, KeyError):
+            return None
 
     def _job_or_none(self, key: str) -> Job | None:
         try:
             return None if key == BASE else self.jobs.get(job_of(key))
         except Fault:
             return None
+
+
+def _named(name: str, jobs: list[Job]) -> Job | None:
+    """The job whose id, or whose result's name, is `name`."""
+    return next((job for job in jobs if name in (job.id, job.model_id)), None)
 
 
 def _refuse_adapter(job: Job) -> None:
@@ -158,11 +225,3 @@ def _refuse_adapter(job: Job) -> None:
 def is_adapter(job: Job) -> bool:
     """Whether the job's result is an adapter, which is not a model by itself."""
     return job.config.get("lora_rank") is not None
-
-
-def _trained_model(directory: Path) -> str | None:
-    """The model that the job of this directory starts from."""
-    try:
-        return str(read_json(directory / "job.json")["model"])
-    except (ModelError, KeyError):
-        return None

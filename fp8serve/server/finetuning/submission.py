@@ -1,8 +1,9 @@
 """From a fine-tune request to a queued job, or to a report of what the job would do.
 
-Both `POST /finetune` and `/v1/fine_tuning/jobs` come here. `TrainConfig` checks the numbers and `data_checks` the rows,
-so a request that is accepted is one that the training process accepts. The directory is complete before the job is in
-the table: a crash in between leaves a directory that nothing names, which the next start removes.
+Both `POST /finetune` and `/v1/fine_tuning/jobs` come here. `TrainConfig` checks the numbers, and the trainer's own code
+the rows, so a request that is accepted is one that the training process accepts. A parser process tokenizes rows, and
+parses long files; short ones are parsed in a thread of the front. The directory is complete before the job is in the
+table: a crash in between leaves a directory that nothing names, which the next start removes.
 
 Jobs that have ended are deleted here, too, with everything that they wrote: one by its id, or the oldest beyond a
 number. A job stays if its result is served, will be served when the server starts again, or is needed by another job.
@@ -11,20 +12,24 @@ start.
 """
 
 import asyncio
+import json
 import logging
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8serve.server.faults import Code, Fault
-from fp8serve.server.finetuning.checkpoints import job_of
-from fp8serve.server.finetuning.data_checks import check_data, public_report
+from fp8serve.errors import DataError
+from fp8serve.model.config.decoder import read_config
+from fp8serve.model.text.data_files import is_lines
+from fp8serve.server.faults import Code, Fault, safe_text
 from fp8serve.server.finetuning.job_directory import JobDirectories, public_config, request_hash, write_config
 from fp8serve.server.finetuning.job_records import Job, NewJob, new_job_id
 from fp8serve.server.finetuning.job_runner import JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
-from fp8serve.server.finetuning.sources import Sources
+from fp8serve.server.finetuning.sources import Sources, job_of
+from fp8serve.server.parsing.parser_pool import SHORT
 from fp8serve.server.parsing.request_parser import RequestParser
 from fp8serve.server.schemas.finetune_bodies import FinetuneBody
 from fp8serve.server.serving.registry import Registry
@@ -32,6 +37,10 @@ from fp8serve.server.serving.served import Source
 from fp8serve.server.serving.served_model import BASE
 from fp8serve.server.settings import Settings
 from fp8serve.train.config import TrainConfig
+from fp8serve.train.memory import memory_estimate
+from fp8serve.train.validate import read_files
+
+log = logging.getLogger("fp8serve.server")
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,7 @@ class Submissions:
         try:
             mark = await asyncio.to_thread(request_hash, body, rows)
             config = await asyncio.to_thread(self._directories.fill, self.runner.dir_of(job_id), body, source, rows)
-            await check_data(self.parser, body, config, check_files)
+            await self._check_data(body, config, check_files)
             job, is_new = await asyncio.to_thread(self._enter, job_id, body, source, config, key, mark)
         except BaseException:
             self.runner.discard(job_id)
@@ -98,7 +107,10 @@ class Submissions:
         directory = self.runner.dir_of(f"validate-{new_job_id()}")
         try:
             config = await asyncio.to_thread(self._directories.fill, directory, body, source, rows)
-            return await public_report(self.parser, config, config.processes(self.settings.train_procs))
+            report = await self._report(config)
+            bad_lines = [{"line": bad["line"], "message": safe_text(bad["message"])} for bad in report["bad_lines"]]
+            memory = await asyncio.to_thread(self._memory, config, report)
+            return report | {"bad_lines": bad_lines, "memory_bytes": memory}
         finally:
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
@@ -127,6 +139,40 @@ class Submissions:
             raise Fault(Code.MODEL_NOT_FOUND, "There is no model of that name to fine-tune.", param="model")
         return source
 
+    async def _check_data(self, body: FinetuneBody, config: TrainConfig, check_files: bool) -> None:
+        """Fault 4xx naming the first row that cannot be trained on: rows of `data` are tokenized, files are parsed."""
+        if body.data is not None:
+            for bad in (await self._report(config))["bad_lines"]:
+                param = "validation_data" if bad["file"] in config.eval_data else "data"
+                raise Fault(Code.INVALID_PARAMETER, bad["message"], param=param)
+        elif check_files:
+            await self._check_rows(config, config.data, "data")
+        if check_files:
+            await self._check_rows(config, config.eval_data, "validation_data")
+
+    async def _check_rows(self, config: TrainConfig, files: Sequence[str], param: str) -> None:
+        """In a thread if the files are short. A compressed file is not: its few bytes may become many."""
+        try:
+            if all(map(is_lines, files)) and sum(Path(name).stat().st_size for name in files) <= SHORT:
+                await asyncio.to_thread(read_files, config, files)
+            else:
+                request = {"config": config.to_json(), "files": list(files)}
+                await self.parser.look_at_rows("rows", json.dumps(request).encode())
+        except DataError as error:
+            raise Fault(Code.INVALID_PARAMETER, str(error), param=param) from None
+
+    async def _report(self, config: TrainConfig) -> dict[str, Any]:
+        """The trainer's ValidationReport as plain data, with paths on the server's disk."""
+        report: dict[str, Any] = json.loads(await self.parser.look_at_rows("dry_run", config.to_json().encode()))
+        return report
+
+    def _memory(self, config: TrainConfig, report: dict[str, Any]) -> dict[str, int]:
+        """That of one of the job's processes. The front reads the model's configuration itself: where transformers
+        computes the model, that takes a further process, which a parser's limits forbid.
+        """
+        model, processes = read_config(config.model), config.processes(self.settings.train_procs)
+        return memory_estimate(model, config, report["microbatch_tokens"], report["trainable_fraction"], processes)
+
     def _enter(
         self, job_id: str, body: FinetuneBody, source: Source, config: TrainConfig, key: str | None, mark: str
     ) -> tuple[Job, bool]:
@@ -137,9 +183,6 @@ class Submissions:
             training_file=body.file_id, validation_file=body.validation_file_id, metadata=body.metadata,
         )  # fmt: skip
         return self.store.create(new, job_id, self.settings.limits.jobs_queued, key, mark)
-
-
-log = logging.getLogger("fp8serve.server")
 
 
 @dataclass(frozen=True)

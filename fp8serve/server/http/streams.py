@@ -17,8 +17,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from fp8serve.server.tasks import cancel
-
 T = TypeVar("T")
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -91,6 +89,13 @@ class EventStream(Response):
             if (chunk := step.result()) is None:
                 return
             yield chunk
+
+
+async def cancel(task: "asyncio.Future[Any]") -> None:
+    """Cancels and waits until the task has really ended."""
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError, Exception):
+        await task
 
 
 async def wait_for_disconnect(receive: Receive) -> None:

@@ -12,7 +12,7 @@ from fp8serve.server.schemas.bodies import Body, Strict
 from fp8serve.server.schemas.openai_bodies import Ids, Texts
 
 
-def _told_as(kinds: str) -> WrapValidator:
+def _expects(kinds: str) -> WrapValidator:
     """One sentence for a value of no allowed kind, instead of an error about the first kind."""
 
     def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
@@ -24,7 +24,7 @@ def _told_as(kinds: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-TextOrTexts = Annotated[str | Texts, _told_as("a text, or a list of one or more texts")]
+TextOrTexts = Annotated[str | Texts, _expects("a text, or a list of one or more texts")]
 
 
 class Truncating(Body):
@@ -50,7 +50,7 @@ class EmbeddingBody(Truncating):
     model: str | None = None
     input: Annotated[
         str | Ids | Texts | Annotated[list[Ids], Field(min_length=1, fail_fast=True)],
-        _told_as("a text, some texts, token ids or some lists of token ids, and no empty list"),
+        _expects("a text, some texts, token ids or some lists of token ids, and no empty list"),
     ]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
@@ -95,7 +95,7 @@ class RerankBody(Truncating):
     model: str | None = None
     query: str
     documents: Annotated[
-        list[str | Document], Field(min_length=1), _told_as('a list of one or more texts, or objects {"text": ...}')
+        list[str | Document], Field(min_length=1), _expects('a list of one or more texts, or objects {"text": ...}')
     ]
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool | None = None

@@ -13,8 +13,7 @@ from pydantic_core import PydanticCustomError
 from fp8serve.options import options_of
 from fp8serve.server.schemas.bodies import Body, Metadata, Strict, fields_of, given
 from fp8serve.server.schemas.foreign_fields import refused, with_foreign_fields
-from fp8serve.server.schemas.wire_names import NOT_ON_THE_WIRE, WIRE_NAMES
-from fp8serve.train.config import TrainConfig
+from fp8serve.train.config import NOT_ON_THE_WIRE, WIRE_NAMES, TrainConfig
 from fp8serve.train.methods.options import ADAPTER, OPTIONS
 from fp8serve.train.run_options import RowLength
 

@@ -22,9 +22,9 @@ def with_foreign_fields(*tables: Sequence[ForeignField]) -> Callable[[type[Body]
 
     def derive(body: type[Body]) -> type[Body]:
         added: dict[str, Any] = {name: _field(row) for name, row in rows.items() if name not in body.model_fields}
-        made = create_model(body.__name__, __base__=body, __module__=body.__module__, __doc__=body.__doc__, **added)
-        made.FOREIGN = rows
-        return made
+        extended = create_model(body.__name__, __base__=body, __module__=body.__module__, __doc__=body.__doc__, **added)
+        extended.FOREIGN = rows
+        return extended
 
     return derive
 

@@ -112,14 +112,14 @@ def ending_of(messages: Sequence[Message], add_prompt: bool | None, continue_las
     return "continued"
 
 
-_SAID = {"role", "content", "name", "tool_call_id", "reasoning", "reasoning_content"}
+_TEMPLATE_FIELDS = {"role", "content", "name", "tool_call_id", "reasoning", "reasoning_content"}
 _CALLED = {"__all__": {"id": True, "function": {"name", "arguments"}}}
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """The messages in the form that chat templates understand."""
-    said: Any = dict.fromkeys(_SAID, True) | {"tool_calls": _CALLED}
-    return for_template([message.model_dump(include=said, exclude_none=True) for message in messages])
+    fields: Any = dict.fromkeys(_TEMPLATE_FIELDS, True) | {"tool_calls": _CALLED}
+    return for_template([message.model_dump(include=fields, exclude_none=True) for message in messages])
 
 
 MAX_TOOLS = 128

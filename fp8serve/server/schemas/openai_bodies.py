@@ -67,7 +67,7 @@ class SampledBody(Body, Formed):
         return self
 
     @model_validator(mode="after")
-    def _prompts_are_told_at_once(self) -> Self:
+    def _prompt_logprobs_are_not_streamed(self) -> Self:
         if self.stream and self.prompt_logprobs is not None:
             raise PydanticCustomError("prompt_logprobs", "prompt_logprobs cannot be streamed; leave out stream")
         return self
@@ -88,12 +88,12 @@ class SampledBody(Body, Formed):
 
     def sampling_values(self) -> dict[str, Any]:
         """Keyword arguments of SamplingParams, except the number of tokens and the log-probabilities."""
-        asked = given(self, SamplingParams, SPELT_OTHERWISE)
+        values = given(self, SamplingParams, SPELT_OTHERWISE)
         if self.top_k is not None:
-            asked["top_k"] = max(self.top_k, 0)
+            values["top_k"] = max(self.top_k, 0)
         if self.top_p == 0:  # keeps only the likeliest token, as greedy decoding does
-            asked |= {"temperature": 0.0, "top_p": 1.0}
-        return asked | self.form()
+            values |= {"temperature": 0.0, "top_p": 1.0}
+        return values | self.form()
 
 
 @with_foreign_fields(COMPLETION, SAMPLED)
@@ -139,10 +139,10 @@ class CompletionBody(SampledBody):
 
     def params(self, max_tokens: int) -> SamplingParams:
         """The parameters. If no token is wanted, one is generated to end the request, and not shown."""
-        wanted = [
+        counts = [
             number for number in (self.prompt_logprobs, self.logprobs if self.echo else None) if number is not None
         ]
-        of_prompt = max(wanted, default=None)
+        of_prompt = max(counts, default=None)
         logprobs = 0 if self.chooses and self.logprobs is None else self.logprobs  # the best are chosen by them
         options = {"logprobs": logprobs, "prompt_logprobs": of_prompt, **self.sampling_values()}
         return SamplingParams(max_new_tokens=max(1, max_tokens), **options)

@@ -17,7 +17,6 @@ from fp8serve.server.serving.registry import Registry
 from fp8serve.server.serving.served import Served
 from fp8serve.server.serving.served_model import ServedModel
 from fp8serve.server.serving.verification import Verification, Verified
-from fp8serve.server.tasks import cancel
 
 log = logging.getLogger("fp8serve.server")
 
@@ -90,8 +89,10 @@ class AdapterLoader:
 
     async def close(self) -> None:
         """Waits for nothing."""
-        for task in list(self._leaving):
-            await cancel(task)
+        leaving = list(self._leaving)
+        for task in leaving:
+            task.cancel()
+        await asyncio.gather(*leaving, return_exceptions=True)
 
     def _new_adapter(self, model: ServedModel, source: AdapterSource) -> ServedAdapter:
         admission = self._admit(source.name, model.admission)

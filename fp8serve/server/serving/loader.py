@@ -22,7 +22,6 @@ from fp8serve.server.serving.registry import Registry
 from fp8serve.server.serving.served import EngineHandle, Source
 from fp8serve.server.serving.served_model import ServedModel
 from fp8serve.server.serving.supervisor import EngineSupervisor
-from fp8serve.server.tasks import cancel
 
 log = logging.getLogger("fp8serve.server")
 T = TypeVar("T")
@@ -62,8 +61,10 @@ class Loader:
 
     async def close(self) -> None:
         """Ends changes under way, and every engine."""
-        for task in (*self._under_way, *self._supervised.values()):
-            await cancel(task)
+        tasks = [*self._under_way, *self._supervised.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for model in self.models.models.values():
             await model.close()
 
@@ -137,7 +138,8 @@ class Loader:
                 hint = "Try again when it is done."
                 raise Fault(Code.ALIAS_BUSY, "Other weights are being loaded for this model.", hint=hint)
             if (task := self._supervised.pop(name, None)) is not None:
-                await cancel(task)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
             await model.leave(seconds)
             self._remove(name)
             log.info("unloaded %s", name)

@@ -15,7 +15,7 @@ from typing import Any
 MOST = 240  # entries of a layer; even, as is LEAST
 LEAST = 16
 NUMBERS = 1 << 21
-KEPT = ("amax", "window_amax", "scale")
+KEYS = ("amax", "window_amax", "scale")
 """Keys of a record of `Engine.scales`; the last of several scales in one entry is kept, and the largest of the rest."""
 
 
@@ -27,9 +27,9 @@ class ScaleHistory:
 
     def _begin(self, weight_version: str, names: Sequence[str]) -> None:
         self.weight_version = weight_version
-        self._rows = {name: tuple(array("f") for _ in KEPT) for name in names}
+        self._rows = {name: tuple(array("f") for _ in KEYS) for name in names}
         self._times: list[float] = []
-        self._most = max(LEAST, min(MOST, NUMBERS // (len(KEPT) * max(1, len(names))) // 2 * 2))
+        self._most = max(LEAST, min(MOST, NUMBERS // (len(KEYS) * max(1, len(names))) // 2 * 2))
         self._looks = 1  # samples in one entry
         self._seen = 0  # samples so far
 
@@ -43,7 +43,7 @@ class ScaleHistory:
             self._halve()
         self._times[len(self._times) - (not is_new) :] = [time.time()]
         for name, row in self._rows.items():
-            _add(row, [math.nan if known[name][key] is None else known[name][key] for key in KEPT], is_new)
+            _add(row, [math.nan if known[name][key] is None else known[name][key] for key in KEYS], is_new)
         self._seen += 1
 
     def _halve(self) -> None:
@@ -61,7 +61,7 @@ class ScaleHistory:
         if (row := self._rows.get(layer)) is None:
             return None
         return [
-            {"at": at} | {key: None if math.isnan(value) else value for key, value in zip(KEPT, entry, strict=True)}
+            {"at": at} | {key: None if math.isnan(value) else value for key, value in zip(KEYS, entry, strict=True)}
             for at, *entry in zip(self._times, *row, strict=True)
         ]
 

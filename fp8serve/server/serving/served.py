@@ -39,7 +39,7 @@ class HeartbeatMonitor:
 SAMPLE_BYTES = 1 << 16
 log = logging.getLogger("fp8serve.server")
 PLAIN = AnswerFormat("none", "none")
-TOLD_NOTHING = AnswerFormat("auto", "auto")
+AUTO_FORMAT = AnswerFormat("auto", "auto")
 
 
 class EngineHandle(Protocol):
@@ -84,7 +84,7 @@ class Source:
     model_id: str
     directory: Path
     options: EngineOptions
-    readers: AnswerFormat = TOLD_NOTHING
+    readers: AnswerFormat = AUTO_FORMAT
 
 
 @dataclass(eq=False)

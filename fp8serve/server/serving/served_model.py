@@ -125,8 +125,8 @@ class ServedModel:
 
     def adapter_stats(self) -> dict[str, dict[str, int]]:
         """By adapter, how many sequences run and wait, as the engine said last."""
-        said, none = self.stats.get("adapters", {}), {"running": 0, "waiting": 0}
-        return {name: said.get(adapter.engine_name, none) for name, adapter in self.adapters.items()}
+        counts, none = self.stats.get("adapters", {}), {"running": 0, "waiting": 0}
+        return {name: counts.get(adapter.engine_name, none) for name, adapter in self.adapters.items()}
 
     @property
     def layers(self) -> list[dict[str, Any]]:

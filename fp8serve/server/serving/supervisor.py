@@ -47,11 +47,15 @@ class EngineSupervisor:
     async def _keep_informed_of_layers(self) -> None:
         """New weights at once; then as often as metrics by layer are read, or for the history alone, less often."""
         seconds = LAYERS_SECONDS if self.model.asks_layers else HISTORY_SECONDS
-        asked: tuple[Served | None, float] = (None, 0.0)
+        last_read: tuple[Served | None, float] = (None, 0.0)
         while True:
             served, now = self.model.current, time.monotonic()
-            if served is not None and served.engine.alive and (served is not asked[0] or now - asked[1] >= seconds):
-                asked = served, now
+            if (
+                served is not None
+                and served.engine.alive
+                and (served is not last_read[0] or now - last_read[1] >= seconds)
+            ):
+                last_read = served, now
                 await self._read_layers(served)
             await asyncio.sleep(WATCH_SECONDS)
 

@@ -10,7 +10,7 @@ from urllib.parse import urljoin
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from fp8serve.server.api.page_routes import PAGES
+from fp8serve.server.app import PAGES
 from tests.patience import eventually
 from tests.server.conftest import Server, Start
 from tests.server.fakes import Launcher

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from fp8serve.server.access.keys import line_of
-from fp8serve.server.api.page_routes import PAGES
+from fp8serve.server.app import PAGES
 from tests.server.console.accessibility import landmarks, nameless, pale
 from tests.server.console.browser import Browser
 from tests.server.console.canned import NO_HISTORY, answer_with, layer

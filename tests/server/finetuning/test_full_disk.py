@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from fp8serve.errors import MachineError
+from fp8serve.server.data_directory import DataDirectory
 from fp8serve.server.faults import Fault
 from fp8serve.server.finetuning.job_records import NewJob
 from fp8serve.server.finetuning.job_store import JobStore
-from fp8serve.server.settings import lock_data_dir
+from fp8serve.server.settings import Settings
 from tests.patience import eventually
 from tests.server.conftest import Server, Start
 from tests.server.finetuning.test_finetune import submit, wait_for
@@ -202,10 +203,10 @@ def test_a_commit_that_fails_has_not_happened(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_server_on_a_full_disk_does_not_start_with_a_traceback(tmp_path: Path, disk: Disk) -> None:
+def test_a_server_on_a_full_disk_does_not_start_with_a_traceback(settings: Settings, disk: Disk) -> None:
     disk.full_at = 1
     with pytest.raises(MachineError, match="No space left"):
-        lock_data_dir(tmp_path)
+        DataDirectory(settings)
 
 
 @pytest.mark.parametrize("value", [5e-324, 1e-300, 1e-7, 1e6, 0.0, -1.0])

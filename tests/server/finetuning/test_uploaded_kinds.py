@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from fp8serve.errors import DataError
-from fp8serve.server.finetuning import data_checks
+from fp8serve.server.finetuning import submission
 from fp8serve.server.settings import ServerLimits
 from fp8serve.train.validate import read_files
 from tests.server.conftest import Server, Start
@@ -141,7 +141,7 @@ async def test_a_packed_file_beside_rows_is_not_read_in_the_front(
 ) -> None:
     async with start() as server:
         file = await upload(server, "held-out.jsonl.gz", gzip.compress(json.dumps(ROWS[0]).encode()))
-        monkeypatch.setattr(data_checks, "read_files", Mock(side_effect=AssertionError("read in the front")))
+        monkeypatch.setattr(submission, "read_files", Mock(side_effect=AssertionError("read in the front")))
         body = {"data": ROWS, "validation_file_id": file["id"]}
         report = (await server.client.post("/finetune/validate", json=body)).json()
         assert report["ok"], report

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 from fp8serve.commands.serve import find_key, limits_of
 from fp8serve.errors import Fp8ServeError, MachineError, RequestError
-from fp8serve.server.api.page_routes import PAGES
+from fp8serve.server.app import PAGES
 from fp8serve.server.http.access_control import presented_key
 from fp8serve.server.http.body_limits import BodyLimits
 from fp8serve.server.http.scope import OPEN_PATHS

@@ -14,11 +14,10 @@ from pydantic import ConfigDict
 from starlette.responses import Response
 
 from fp8serve.server.api.native.model_routes import Swapped, swap
-from fp8serve.server.api.routing import BoundedRoute, IdempotencyKey, PageSize, StateDep
-from fp8serve.server.api.wire import STREAM, Answer, JsonObject
-from fp8serve.server.finetuning.checkpoints import checkpoint_metrics, checkpoint_name, source_key, written_checkpoints
+from fp8serve.server.api.routing import STREAM, Answer, BoundedRoute, IdempotencyKey, JsonObject, PageSize, StateDep
 from fp8serve.server.finetuning.job_records import Event, Job
 from fp8serve.server.finetuning.job_store import FINAL
+from fp8serve.server.finetuning.sources import checkpoint_metrics, checkpoint_name
 from fp8serve.server.http.streams import EventStream, event, until_disconnect
 from fp8serve.server.schemas.finetune_bodies import ActivateJobBody, FinetuneBody
 from fp8serve.server.server_state import ServerState
@@ -202,7 +201,7 @@ async def _until_changed(state: ServerState) -> None:
 async def checkpoints(job_id: str, state: StateDep) -> Checkpoints:
     """Each can be activated, loaded and trained on by the name in `model`, whatever became of the job."""
     job = await asyncio.to_thread(state.jobs.get, job_id)
-    written = await asyncio.to_thread(written_checkpoints, state.jobs, state.runner, job)
+    written = await asyncio.to_thread(state.sources.checkpoints, job)
     return Checkpoints(
         checkpoints=[
             CheckpointView(
@@ -275,7 +274,7 @@ async def activate(job_id: str, state: StateDep, body: ActivateJobBody | None = 
     """
     body = body or ActivateJobBody()
     job = await asyncio.to_thread(state.jobs.get, job_id)
-    key = await asyncio.to_thread(source_key, state.jobs, state.runner, job, body.step)
+    key = await asyncio.to_thread(state.sources.key, job, body.step)
     owner = await asyncio.to_thread(state.sources.owner, job)
     return await swap(state, owner, key, body.max_perplexity_ratio)
 

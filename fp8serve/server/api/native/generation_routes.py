@@ -22,8 +22,7 @@ from fp8serve.engine.output import RequestOutput, TokenLogprob
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.model.text.tokenizer_facts import TokenizerFacts
 from fp8serve.server.api.answer_pipeline import Renderer, generate_texts, model_for, respond
-from fp8serve.server.api.routing import BoundedRoute, StateDep
-from fp8serve.server.api.wire import STREAM, Answer, JsonObject, absent, closed, finite
+from fp8serve.server.api.routing import STREAM, Answer, BoundedRoute, JsonObject, StateDep, absent, closed, finite
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.streams import until_disconnect
 from fp8serve.server.parsing.request_parser import plain

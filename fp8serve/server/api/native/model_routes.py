@@ -11,8 +11,7 @@ from starlette.responses import PlainTextResponse
 
 from fp8serve.errors import RequestError
 from fp8serve.server.api.model_list_routes import Model, all_models
-from fp8serve.server.api.routing import BoundedRoute, StateDep
-from fp8serve.server.api.wire import Answer, JsonObject
+from fp8serve.server.api.routing import Answer, BoundedRoute, JsonObject, StateDep
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.named_models import NamedModel, adapters_below, check_name, models_below
 from fp8serve.server.schemas.finetune_bodies import (

@@ -20,8 +20,7 @@ import fp8serve
 from fp8serve.engine.sampling_params import MAX_STOP_STRINGS
 from fp8serve.errors import Fp8ServeError
 from fp8serve.server.api.native.model_routes import ServedView, served_view
-from fp8serve.server.api.routing import BoundedRoute, StateDep
-from fp8serve.server.api.wire import Answer, JsonObject
+from fp8serve.server.api.routing import Answer, BoundedRoute, JsonObject, StateDep
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.metrics import CONTENT_TYPE
 from fp8serve.server.schemas.finetune_bodies import SaveScalesBody

@@ -15,8 +15,7 @@ from fp8serve.server.api.answer_pipeline import respond
 from fp8serve.server.api.chat_generation import answer_reader, call_id, generate_chat
 from fp8serve.server.api.openai.completion_routes import Choice, CompletionRenderer, Usage
 from fp8serve.server.api.openai.logprobs import ChatLogprobs, Placed, PromptLogprobs, chat_logprobs
-from fp8serve.server.api.routing import BoundedRoute, StateDep
-from fp8serve.server.api.wire import STREAM, Answer, JsonObject, absent
+from fp8serve.server.api.routing import STREAM, Answer, BoundedRoute, JsonObject, StateDep, absent
 from fp8serve.server.schemas.openai_bodies import ChatBody
 from fp8serve.server.serving.generation import Generation
 

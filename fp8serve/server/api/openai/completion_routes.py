@@ -26,8 +26,7 @@ from fp8serve.server.api.openai.logprobs import (
     prompt_table,
     text_logprobs,
 )
-from fp8serve.server.api.routing import BoundedRoute, StateDep
-from fp8serve.server.api.wire import STREAM, Answer, CachedTokens, JsonObject
+from fp8serve.server.api.routing import STREAM, Answer, BoundedRoute, CachedTokens, JsonObject, StateDep
 from fp8serve.server.faults import Fault
 from fp8serve.server.http.streams import DONE
 from fp8serve.server.schemas.openai_bodies import CompletionBody, SampledBody

@@ -16,8 +16,7 @@ from fastapi import APIRouter, Request
 
 from fp8serve.errors import Fp8ServeError, RequestError
 from fp8serve.server.access.limits import TenantRequest
-from fp8serve.server.api.routing import BoundedRoute, StateDep
-from fp8serve.server.api.wire import Answer, absent
+from fp8serve.server.api.routing import Answer, BoundedRoute, StateDep, absent
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.streams import until_disconnect
 from fp8serve.server.parsing.request_parser import Prompt, check_fit

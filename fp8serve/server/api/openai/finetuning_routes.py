@@ -16,12 +16,11 @@ from starlette.responses import Response, StreamingResponse
 
 from fp8serve.model.storage.files import fsync, make_private
 from fp8serve.model.text.data_files import ending_of
-from fp8serve.server.api.routing import BoundedRoute, IdempotencyKey, PageSize, StateDep
-from fp8serve.server.api.wire import Answer, JsonObject
+from fp8serve.server.api.routing import Answer, BoundedRoute, IdempotencyKey, JsonObject, PageSize, StateDep
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.finetuning.checkpoints import checkpoint_metrics, checkpoint_name, written_checkpoints
 from fp8serve.server.finetuning.job_directory import file_path
 from fp8serve.server.finetuning.job_records import Event, Job, Status, StoredFile, new_file_id
+from fp8serve.server.finetuning.sources import checkpoint_metrics, checkpoint_name
 from fp8serve.server.http.uploads import Upload, receive_upload
 from fp8serve.server.schemas.finetune_bodies import LEARNING_RATE, JobBody
 from fp8serve.server.server_state import ServerState
@@ -266,7 +265,7 @@ async def checkpoints(
 ) -> OpenAICheckpointPage:
     job = await asyncio.to_thread(state.jobs.get, job_id)
     bound = _number(after, "ftckpt_")
-    written = await asyncio.to_thread(written_checkpoints, state.jobs, state.runner, job)
+    written = await asyncio.to_thread(state.sources.checkpoints, job)
     older = [checkpoint_view(job, item) for item in written if bound is None or item.seq < bound]
     return OpenAICheckpointPage.of(older, limit)
 

@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 from fp8serve.engine.output import RequestOutput, TokenLogprob
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.model.text.tokenizer_facts import TokenizerFacts
-from fp8serve.server.api.wire import Answer, JsonObject, closed, finite
+from fp8serve.server.api.routing import Answer, JsonObject, closed, finite
 
 
 class TextLogprobs(Answer):
