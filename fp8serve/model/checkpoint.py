@@ -300,16 +300,25 @@ def kv_scales(model_dir: Path | str, scales: Path | str | None = None) -> dict[i
     """Per layer the (k, v) multipliers, FP32 [], that quantize an FP8 KV cache; empty when the model stores none.
 
     From `scales` if given, else scales.safetensors in the directory, else the checkpoint's own keys in any spelling.
-    ScalesError, ModelError: a scale is unusable, or a layer has only one of the two.
+    ScalesError, ModelError: a scale is unusable, a layer has only one of the two, or there is no such layer.
     """
     path = real_path(scales) if scales is not None else Path(model_dir) / FILE_NAME
     state = load_scales(path, model_dir) if scales is not None or present(path) else None
     checkpoint = open_checkpoint(model_dir)
     if state is not None and scales is None:
         check_agreement(checkpoint, state, str(path))
+    owners = [f"model.layers.{layer}.self_attn" for layer in range(checkpoint.config.num_layers)]
+    if stray := [key for owner, key in checkpoint.cache_scales() if owner not in owners]:
+        raise ScalesError(f"{model_dir} holds {stray[0]}, the KV-cache scale of a layer that the model does not have.")
+    if (
+        stray := [key for key in state.tensors if _of_cache(key) and key.rpartition(".")[0] not in owners]
+        if state
+        else []
+    ):
+        raise ScalesError(f"{path} holds {stray[0]}, the KV-cache scale of a layer that the model does not have.")
     by_layer = {}
-    for layer in range(checkpoint.config.num_layers):
-        pair = _kv_pair(checkpoint, state, f"model.layers.{layer}.self_attn")
+    for layer, owner in enumerate(owners):
+        pair = _kv_pair(checkpoint, state, owner)
         if pair is not None:
             by_layer[layer] = pair
     if by_layer and len(by_layer) != checkpoint.config.num_layers:
@@ -326,6 +335,11 @@ def cache_refusal(model_dir: Path | str, scales: Path | str | None = None) -> st
     except (ModelError, ScalesError) as refusal:
         return str(refusal)
     return None
+
+
+def _of_cache(name: str) -> bool:
+    """Whether a state is that of a layer's keys or values, and not of its FP8 attention, a module of its own."""
+    return name.endswith((".self_attn.k", ".self_attn.v"))
 
 
 def _kv_pair(checkpoint: Checkpoint, state: ScalingCheckpoint | None, owner: str) -> tuple[Tensor, Tensor] | None:

@@ -212,6 +212,10 @@ class Checkpoint(Mapping[str, Tensor]):
         """The tensor in the file that holds this scale."""
         return self._scales.get(ScaleKey(owner, role))
 
+    def cache_scales(self) -> Iterator[tuple[str, str]]:
+        """(owner, tensor in the file) of every scale of a KV cache, also of layers that the model does not have."""
+        return ((scale.owner, key) for scale, key in self._scales.items() if scale.role in interop.KV)
+
     def stored(self, linear: str) -> StoredLinear | None:
         """The FP8 linear or other matrix of that name, or None when it is in high precision. ModelError: bad scales."""
         name = f"{linear}.weight"

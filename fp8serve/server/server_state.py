@@ -150,7 +150,8 @@ class ServerState:
                 self.failed.set()
             return
         self.loaded = True
-        log.info(answers_line(served))
+        if served.engine.limits.generates:
+            log.info(answers_line(served))
         what = served.source.model_id, served.weight_version
         log.info("ready at %s: serving %s (%s) as %s", self.address, *what, default.name)
         if not self.settings.asks_for_keys and not is_loopback(self.settings.host):

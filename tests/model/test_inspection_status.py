@@ -154,6 +154,7 @@ UNUSABLE = {
     "NaN": cache(NAN_SCALE), "infinite": cache(INFINITE), "tiny": cache([1e-39]), "large": cache([3e38]),
     "some layers": cache(ONE, range(1)), "keys alone": cache(ONE, keys=("k_scale",)),
     "one of both, and one of each": cache(ONE, keys=("k_scale", "v_scale", "kv_scale")),
+    "a layer that is not there": cache(ONE, range(len(LAYERS) + 1)), "only such layers": cache(ONE, range(97, 99)),
     "one of both, and of keys": cache(ONE, keys=("k_scale", "kv_scale")),
 }  # fmt: skip
 

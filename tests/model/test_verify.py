@@ -297,6 +297,9 @@ POISONS: dict[str, tuple[Callable[[], Draft], Poison, tuple[str, str]]] = {
     "a renamed scale": (made.static, rename(f"{UP}.weight_scale", f"{UP}.weight_scales"), ("unknown", "weight_scales")),
     "amaxes in place of scales": (made.static, rename(".input_scale", ".input_amax"), ("unknown", "input_amax")),
     "a zero point": (made.static, put(f"{UP}.weight_zero_point", torch.zeros(1)), ("unknown", "weight_zero_point")),
+    "cache scales of a layer that is not there": (
+        made.static, put("model.layers.9.self_attn.k_scale", torch.ones(1)),
+        ("orphan", "model.layers.9.self_attn.k_scale")),
     "a scale of nothing": (made.static, drop(f"{UP}.weight"), ("orphan", f"{UP}.weight_scale")),
     "a weight left in BF16 beside its scale": (made.static, to_bf16, ("orphan", f"{UP}.weight_scale")),
     "a scale under two names": (made.static, twice, ("duplicate", UP)),

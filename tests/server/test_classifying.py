@@ -41,6 +41,7 @@ def test_what_a_head_scores_is_what_clients_get(served: tuple[Process, Path]) ->
     assert answer["usage"]["prompt_tokens"] == sum(expected.tokens)
     assert server.client.post("/classify", json={"input": DOCUMENTS[0]}).json()["data"] == answer["data"][:1]
     assert server.client.get("/v1/models").json()["data"][0]["task"] == "classify"
+    assert "tool calls" not in server.log.read_text()
     assert server.client.get("/info").status_code == server.client.get("/metrics").status_code == 200
     pairs = classifier.classify([("a b", document) for document in DOCUMENTS]).scores
     ranked = server.client.post("/v1/rerank", json={"query": "a b", "documents": DOCUMENTS})

@@ -190,3 +190,4 @@ def test_a_model_that_writes_text_makes_no_vectors(tmp_path: Path) -> None:
         assert answer.status_code == 400
         assert "writes text and makes no vectors" in answer.json()["error"]["message"]
         assert process.client.get("/v1/models").json()["data"][0]["task"] == "generate"
+        assert "tool calls are read as" in process.log.read_text()

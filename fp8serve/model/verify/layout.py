@@ -99,7 +99,7 @@ def orphaned_scales(subject: Subject) -> Iterator[Finding]:
 
 
 def lone_cache_scales(subject: Subject) -> Iterator[Finding]:
-    """Keys without values, or some layers without any."""
+    """Keys without values, some layers without any, or scales of a layer that is not there."""
     owners = {owner: {p.role for p in subject.scales if p.owner == owner} for owner, _ in subject.of_role(*KV)}
     for owner, roles in owners.items():
         if "kv" in roles and len(roles) > 1:
@@ -109,6 +109,9 @@ def lone_cache_scales(subject: Subject) -> Iterator[Finding]:
         elif not {"k", "v"} <= roles and "kv" not in roles:
             yield error("missing", owner, "has a KV-cache scale for only one of k and v", "calibrate the cache again")
     attention = {key.removesuffix(".o_proj.weight") for key in subject.entries if key.endswith("attn.o_proj.weight")}
+    for owner, key in subject.of_role(*KV):
+        if attention and owner not in attention:
+            yield error("orphan", key, "is the KV-cache scale of a layer that is not there", "take it out")
     for owner in sorted(attention - owners.keys() if owners else ()):
         yield error(
             "missing", owner, "has no KV-cache scale, though other layers have one", "calibrate the cache again"
