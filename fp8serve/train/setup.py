@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fp8serve import __version__
 from fp8serve.errors import JobError
 from fp8serve.fp8.conversion import convert
-from fp8serve.fp8.ops import backends
 from fp8serve.fp8.recipe import Recipe
 from fp8serve.fp8.selfcheck import prepare_device
 from fp8serve.model.building import Model
@@ -33,7 +31,6 @@ from fp8serve.train.checkpoint import carried_files
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Item, RowCounts, check_length, fingerprint, total_steps
 from fp8serve.train.events import OnEvent, message
-from fp8serve.train.export import served_in_fp8
 from fp8serve.train.forward import Forward, Logits
 from fp8serve.train.lora import adapted_model, trained
 from fp8serve.train.memory import check_layers
@@ -184,7 +181,7 @@ def _nothing(directory: Path) -> None:
 def check_format(config: TrainConfig) -> None:
     """Raises ModelError before any work for a format that cannot express the recipe's weights."""
     recipe = config.fp8_recipe
-    if recipe is not None and served_in_fp8(recipe):
+    if recipe is not None and not recipe.override_linear_precision[0]:
         quantization_files(config.format, recipe, kv_cache=False)
 
 
@@ -255,14 +252,3 @@ def _decoder(source: Path, recipe: Recipe | None, kept: tuple[str, ...], config:
     if recipe is not None:
         convert(decoder, skip=(decoder.head_name, *kept))
     return decoder
-
-
-def environment(config: TrainConfig) -> dict[str, Any]:
-    """What decides the bits besides configuration and data. A run that resumes in another environment reports it."""
-    return {
-        "torch": torch.__version__,
-        "fp8serve": __version__,
-        "threads": torch.get_num_threads(),
-        "device": config.device,
-        "kernels": backends(torch.device(config.device).type),
-    }
