@@ -162,5 +162,5 @@ def factor_of(base: nn.Module, a: Tensor, b: Tensor, scaling: float, magnitude: 
 
 
 def attach(linear: nn.Module, adapters: ServedAdapters | None) -> None:
-    """From now on the layer adds these; None: nothing. The layer is a FrozenLinear or an OwnLinear."""
+    """From now on the layer adds these; None: nothing. The layer is a FrozenLinear or a BatchInvariantLinear."""
     linear.adapters = adapters  # type: ignore[assignment]  # a class attribute of both

@@ -140,9 +140,9 @@ class Saving:
             "progress": {**dataclasses.asdict(progress), "total_steps": setup.total_steps},
             "identity": course.identity,
             "environment": environment(course.config),
-            "kept": setup.kept_linears,
+            "kept": setup.high_precision_linears,
         }
-        saved = state.capture(setup.forward, setup.optimizer, setup.kept(), meta, asking)
+        saved = state.capture(setup.forward, setup.optimizer, setup.tensors_of_items(), meta, asking)
         path = checkpoint.write_checkpoint(self.root, saved, setup.carry)
         self._on_event(events.checkpoint(str(path), {**progress.metrics, "step": progress.step}))
         return path
@@ -182,7 +182,7 @@ def resume(course: Course, path: Path) -> None:
         saved.scaling = recovery.rescaled(saved.scaling, before, course.config)
         values["skipped_in_a_row"] = 0
     restore(course, saved)
-    course.setup = course.setup.recalled(saved.method)
+    course.setup = course.setup.recall_items(saved.method)
     held_out = HeldOut(**values.pop("held_out", {}))  # a checkpoint of an older version has none
     values |= {"cursor": Cursor(**values["cursor"]), "held_out": held_out, "returns": course.progress.returns}
     course.progress = Progress(**values)
