@@ -206,7 +206,7 @@ def refused(file: Path, capsys: pytest.CaptureFixture[str]) -> str:
         ({"llama.embedding_length": 128}, "shape"),
         ({"split.count": 2}, "one part of a model"),
         ({"tokenizer.ggml.model": "bert"}, "tokenizer 'bert' is not supported"),
-        ({"tokenizer.ggml.pre": "mystery"}, "pre-tokenizer 'mystery' is not known"),
+        ({"tokenizer.ggml.pre": "mystery"}, "pre-tokenizer 'mystery' is not supported"),
         ({"tokenizer.ggml.merges": ["t h e"]}, "not two tokens"),
         ({"tokenizer.ggml.merges": ["zz yy"]}, "makes no tokenizer"),
         ({"tokenizer.ggml.tokens": ["a"] * 320}, "'a' twice"),
