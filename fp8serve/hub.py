@@ -29,7 +29,7 @@ def find_model(name: str) -> Path:
     if path.exists():
         return _convert(path)
     if name == "smollm2":
-        from fp8serve.model.gguf.conversion import smollm2
+        from fp8serve.model.gguf import smollm2
 
         return smollm2(remark)
     if path.suffix in _FILE_NAMES:
@@ -67,7 +67,7 @@ def find_checkpoint(name: str) -> Path:
 
 
 def _convert(path: Path) -> Path:
-    from fp8serve.model.gguf.conversion import cached
+    from fp8serve.model.gguf import cached
     from fp8serve.model.gguf.reader import is_gguf
 
     if not is_gguf(path):

@@ -16,7 +16,7 @@ from fp8serve.commands.demo import command
 from fp8serve.demos.from_scratch import QUESTIONS, FromScratch
 from fp8serve.demos.smollm2 import FACTS, GENERAL, OnSmolLM2, side_by_side
 from fp8serve.errors import MachineError
-from fp8serve.model.gguf import conversion as packaged
+from fp8serve.model import gguf as packaged
 from fp8serve.running import RunningServer
 from tests.patience import PATIENCE, until
 
@@ -78,7 +78,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
 SHORT_DEMO = """
 import signal, sys
 from fp8serve.cli import main
-from fp8serve.demos.demo import Demo
+from fp8serve.demos import Demo
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell is started with it ignored
 Demo.__init__.__defaults__ = (None, None, 0.02)
 sys.exit(main(["demo", "--from-scratch"]))

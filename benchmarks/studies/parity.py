@@ -29,7 +29,7 @@ from fp8serve.terminal import AsJson, Model, print_table
 from fp8serve.train import state
 from fp8serve.train.forward import Forward
 from fp8serve.train.log_probs import log_probs
-from fp8serve.train.setup import kept_linears
+from fp8serve.train.setup import high_precision_linears
 
 RECIPES = ("bf16", "delayed", "rowwise", "block", "w8a16")
 CACHES: tuple[Literal["bf16", "fp8"], ...] = ("bf16", "fp8")
@@ -128,7 +128,7 @@ def training(model: Path, recipe: str, cache: Literal["bf16", "fp8"]) -> LogProb
         return lambda ids: log_probs(model, ids, recipe=recipe, kv_cache_dtype=cache)
     decoder = load_trainable(model)
     if made is not None:
-        convert(decoder, skip=(decoder.head_name, *kept_linears(model)))
+        convert(decoder, skip=(decoder.head_name, *high_precision_linears(model)))
     scales = [KvScale.of(*pair) for _, pair in sorted(kv_scales(model).items())] if cache == "fp8" else None
     forward = Forward(decoder, made, scales)
     state.seed_scaling(forward, model)

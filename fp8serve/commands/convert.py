@@ -51,7 +51,7 @@ def command(
 def _source(name: str, format: Target | None) -> Path:
     """A directory, or a file that is converted into a place other than the cache."""
     from fp8serve.hub import find_model
-    from fp8serve.model.gguf.conversion import smollm2_file
+    from fp8serve.model.gguf import smollm2_file
 
     path = Path(name).expanduser()
     if path.exists():
@@ -61,7 +61,7 @@ def _source(name: str, format: Target | None) -> Path:
 
 def _from_gguf(model: Path, out: Path, format: Target | None) -> str:
     """A sentence about what was written."""
-    from fp8serve.model.gguf.conversion import convert
+    from fp8serve.model.gguf import convert
     from fp8serve.model.gguf.reader import is_gguf
 
     if format is not None and is_gguf(model):

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fp8serve.model.gguf.conversion import INSTALL, missing_package
+from fp8serve.model.gguf import INSTALL, missing_package
 from fp8serve.terminal import AsJson, print_json, remark
 
 if TYPE_CHECKING:
-    from fp8serve.demos.demo import Demo
+    from fp8serve.demos import Demo
 
 
 def command(

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fp8serve.demos.demo import HISTORY, PROMPT, Demo, answer, prompt
+from fp8serve.demos import HISTORY, PROMPT, Demo, answer, prompt
 from fp8serve.running import RunningServer
 from fp8serve.terminal import progress
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from fp8serve.demos.demo import Demo, answer
-from fp8serve.model.gguf.conversion import smollm2
+from fp8serve.demos import Demo, answer
+from fp8serve.model.gguf import smollm2
 from fp8serve.running import RunningServer
 from fp8serve.terminal import remark
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import MachineError, ModelError, RequestError, shown
+from fp8serve.fp8.batch_invariant_linear import BatchInvariantLinear
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.own_linear import OwnLinear
 from fp8serve.fp8.served_adapters import Assignment, Part, ServedAdapters, attach, factor_of
 from fp8serve.model.building import Model
 from fp8serve.model.storage.memory import free_memory
@@ -113,7 +113,7 @@ class Adapters:
                     f"{directory}: the rank of {linear} is {rank}, above the limit of {self.max_rank}; raise "
                     "max_lora_rank."
                 )
-            if not isinstance(self.model.get_submodule(linear), FrozenLinear | OwnLinear):
+            if not isinstance(self.model.get_submodule(linear), FrozenLinear | BatchInvariantLinear):
                 raise ModelError(f"{directory}: {linear} is computed in a way that takes no adapter; train without it.")
         size = 2 * sum(low.nbytes for low in low_ranks.values())  # stacks are copies, and the old ones are freed last
         if self.model.embedding.weight.device.type == "cpu" and size > (free := free_memory()):

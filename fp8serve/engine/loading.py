@@ -27,8 +27,8 @@ from fp8serve.engine.task import check_generates
 from fp8serve.engine.traffic import Calibrated, Traffic, input_scale
 from fp8serve.errors import MachineError, ModelError, ScalesError
 from fp8serve.fp8 import ops, recipe
+from fp8serve.fp8.batch_invariant_linear import use_batch_invariant_products
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.own_linear import use_own_products
 from fp8serve.fp8.recipe import DelayedScaling, Float8CurrentScaling, delayed
 from fp8serve.fp8.selfcheck import prepare_device
 from fp8serve.fp8.served_attention import KvScale
@@ -287,7 +287,7 @@ def separate_rows(model: AnyModel, device: str) -> None:
             layer.make_rows_independent()
     on_cpu = torch.device(device).type == "cpu"
     if on_cpu:
-        use_own_products(model)
+        use_batch_invariant_products(model)
     if on_cpu or not isinstance(model, Encoder):
         model.join()
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8 import ops
+from fp8serve.fp8.batch_invariant_linear import BatchInvariantLinear
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.ops.packing import is_packable
-from fp8serve.fp8.own_linear import OwnLinear
 from fp8serve.fp8.stacked import Stacked
 from fp8serve.model.building import Model
 from fp8serve.model.network.fusing import Projections
@@ -85,7 +85,7 @@ def packer_of(*models: Model) -> Packer:
 
 def _packable(model: Model) -> list[Packable]:
     shared = model.embedding.weight.data_ptr()
-    kinds = FrozenLinear | OwnLinear | Projections | Stacked
+    kinds = FrozenLinear | BatchInvariantLinear | Projections | Stacked
     known = [matrix for matrix in model.matrices() if isinstance(matrix, kinds)]
     return [matrix for matrix in known if matrix.weight is None or matrix.weight.data_ptr() != shared]
 

@@ -24,8 +24,8 @@ from fp8serve.engine.memory import check_length
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.request import Task
 from fp8serve.errors import RequestError
+from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.own_linear import own_products
 from fp8serve.model.building import hidden_states
 from fp8serve.model.checkpoint import load_reader
 from fp8serve.model.network.experts import mixtures
@@ -103,7 +103,9 @@ class TextEncoder:
         longest = check_length(self.model.config, options)
         self.max_length = min(longest, max_length or longest, options.max_model_len or longest)
         separate_rows(self.model, options.device)
-        divides = own_products(options.device) and not mixtures(self.model)  # experts count their tokens
+        divides = has_batch_invariant_products(options.device) and not mixtures(
+            self.model
+        )  # experts count their tokens
         self._threads = TextThreads() if divides else None
         for layer in self.frozen.values():
             layer.is_watched = False

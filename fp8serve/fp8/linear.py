@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.utils.parametrize import is_parametrized
 
 from fp8serve.fp8.autocast import Frame, current
+from fp8serve.fp8.batch_invariant_product import product
 from fp8serve.fp8.casting import (
     Operand,
     Quantized,
@@ -38,7 +39,6 @@ from fp8serve.fp8.casting import (
 from fp8serve.fp8.layer_inputs import FLOATS, cast_by_torch_autocast, check_operands
 from fp8serve.fp8.microbatch import Retained, checked
 from fp8serve.fp8.ops import DTYPES, arithmetic
-from fp8serve.fp8.own_product import product
 from fp8serve.fp8.recipe import Precisions, Recipe, delayed
 from fp8serve.fp8.recompute import planned, refuse_reentrant
 from fp8serve.fp8.recording import expect_backward, prepare, record, recorded

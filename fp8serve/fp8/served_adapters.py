@@ -13,7 +13,6 @@ change a sum's bits, because they come last and sums begin at +0. A row without 
 model's code does not deal with adapters.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, cast
@@ -163,11 +162,5 @@ def factor_of(base: nn.Module, a: Tensor, b: Tensor, scaling: float, magnitude: 
 
 
 def attach(linear: nn.Module, adapters: ServedAdapters | None) -> None:
-    """From now on the layer adds these; None: nothing. The layer is a FrozenLinear or an OwnLinear."""
+    """From now on the layer adds these; None: nothing. The layer is a FrozenLinear or a BatchInvariantLinear."""
     linear.adapters = adapters  # type: ignore[assignment]  # a class attribute of both
-
-
-def any_active(linears: Sequence[nn.Module]) -> bool:
-    """Whether one of these layers (of the kinds that `attach` takes) adds something in this step."""
-    adapters: Sequence[ServedAdapters | None] = [linear.adapters for linear in linears]  # type: ignore[misc]
-    return any(one is not None and one.is_active for one in adapters)

@@ -39,9 +39,10 @@ from fp8serve.model.building import build_on_meta
 from fp8serve.model.config.decoder import parse_config
 from fp8serve.model.config.families import FAMILIES
 from fp8serve.model.config.mixture import keeps_fp32
-from fp8serve.model.export import CARRIED, write_calibrated, write_hf_directory
+from fp8serve.model.export import write_calibrated, write_hf_directory
 from fp8serve.model.formats.scales import FILE_NAME, ScalingCheckpoint, TensorScale, check, load_scales
 from fp8serve.model.storage.files import (
+    CARRIED,
     MAX_CARRIED_BYTES,
     as_json,
     check_absent,

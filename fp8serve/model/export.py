@@ -35,6 +35,7 @@ from fp8serve.model.formats.quantization_config import quantization_files
 from fp8serve.model.formats.scales import FILE_NAME, ScalingCheckpoint, check_covers, fingerprint, save_scales
 from fp8serve.model.network.experts import router_names
 from fp8serve.model.storage.files import (
+    CARRIED,
     MAX_CARRIED_BYTES,
     as_json,
     check_absent,
@@ -52,10 +53,6 @@ __all__ = ["FORMATS", "write_calibrated", "write_hf_directory"]
 
 MAX_SHARD_BYTES = 5 * 2**30
 ALIGNMENT = 64
-CARRIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-           "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "LICENSE",
-           "vocab.txt", "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "LICENSE.txt",
-           "LICENSE.md", "NOTICE", "NOTICE.txt", "USE_POLICY.md")  # fmt: skip
 ExtraFiles = Mapping[str, str | bytes] | Callable[[Path], Mapping[str, str | bytes]]
 
 

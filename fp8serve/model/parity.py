@@ -1,16 +1,16 @@
 """Where a server's log-probabilities equal those of training, to the last bit, and where they do not.
 
-On a CPU with our kernels both run the same products (fp8/own_product.py), the same attention (fp8/served_attention.py)
-and the same norms, rotations and casts, none of which lets a token's bits depend on its batch. The exceptions are
-recipes and models whose own arithmetic depends on the batch: they are named here, for `/info`, for a run's events and
-for `log_probs`.
+On a CPU with our kernels both run the same products (fp8/batch_invariant_product.py), the same attention
+(fp8/served_attention.py) and the same norms, rotations and casts, none of which lets a token's bits depend on its
+batch. The exceptions are recipes and models whose own arithmetic depends on the batch: they are named here, for
+`/info`, for a run's events and for `log_probs`.
 """
 
 from collections.abc import Iterator
 
 import torch
 
-from fp8serve.fp8.own_linear import own_products
+from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products
 from fp8serve.fp8.recipe import Recipe, attends_in_fp8, depends_on_batch
 from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.config.rope import LongRope
@@ -32,7 +32,7 @@ def differences(recipe: Recipe | None, config: ModelConfig, device: str, longest
 
     longest: the server's max_model_len; None: the model's longest sequence.
     """
-    if torch.device(device).type != "cpu" or not own_products(device):
+    if torch.device(device).type != "cpu" or not has_batch_invariant_products(device):
         yield f"On {device} products do not run on our CPU kernels: their sums depend on the number of rows."
     if depends_on_batch(recipe):
         yield BATCH_SCALE

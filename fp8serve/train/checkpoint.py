@@ -33,8 +33,8 @@ from torch import Tensor
 
 from fp8serve.errors import JobError
 from fp8serve.model.config.wrappers import read_text_config
-from fp8serve.model.export import CARRIED
 from fp8serve.model.storage.files import (
+    CARRIED,
     MAX_CARRIED_BYTES,
     fsync,
     read_file,

@@ -13,10 +13,13 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from fp8serve import __version__
 from fp8serve.errors import JobError
-from fp8serve.model.export import CARRIED
+from fp8serve.fp8.ops import backends
 from fp8serve.model.formats.scales import FILE_NAME, fingerprint
-from fp8serve.model.storage.files import MAX_CARRIED_BYTES, read_json
+from fp8serve.model.storage.files import CARRIED, MAX_CARRIED_BYTES, read_json
 from fp8serve.model.storage.opening import open_member, regular_file
 from fp8serve.ranks import Ranks
 from fp8serve.train import checkpoint, events, recovery, state
@@ -24,7 +27,6 @@ from fp8serve.train.config import LENGTH, TrainConfig
 from fp8serve.train.data import Cursor
 from fp8serve.train.events import OnEvent
 from fp8serve.train.run import Course, HeldOut, Progress
-from fp8serve.train.setup import environment
 
 if TYPE_CHECKING:
     from fp8serve.train.sharded.shards import Asking
@@ -138,9 +140,9 @@ class Saving:
             "progress": {**dataclasses.asdict(progress), "total_steps": setup.total_steps},
             "identity": course.identity,
             "environment": environment(course.config),
-            "kept": setup.kept_linears,
+            "kept": setup.high_precision_linears,
         }
-        saved = state.capture(setup.forward, setup.optimizer, setup.kept(), meta, asking)
+        saved = state.capture(setup.forward, setup.optimizer, setup.tensors_of_items(), meta, asking)
         path = checkpoint.write_checkpoint(self.root, saved, setup.carry)
         self._on_event(events.checkpoint(str(path), {**progress.metrics, "step": progress.step}))
         return path
@@ -180,7 +182,7 @@ def resume(course: Course, path: Path) -> None:
         saved.scaling = recovery.rescaled(saved.scaling, before, course.config)
         values["skipped_in_a_row"] = 0
     restore(course, saved)
-    course.setup = course.setup.recalled(saved.method)
+    course.setup = course.setup.recall_items(saved.method)
     held_out = HeldOut(**values.pop("held_out", {}))  # a checkpoint of an older version has none
     values |= {"cursor": Cursor(**values["cursor"]), "held_out": held_out, "returns": course.progress.returns}
     course.progress = Progress(**values)
@@ -206,3 +208,14 @@ def _report_changes(course: Course, meta: dict[str, Any]) -> None:
         changed = [k for k in here if here[k] != meta["environment"].get(k)]
         text = f"{', '.join(changed)} changed since the checkpoint was written: the result may differ in its last bits"
         course.on_event(events.message("machine_changed", text, level="warn"))
+
+
+def environment(config: TrainConfig) -> dict[str, Any]:
+    """What decides the bits besides configuration and data. A run that resumes in another environment reports it."""
+    return {
+        "torch": torch.__version__,
+        "fp8serve": __version__,
+        "threads": torch.get_num_threads(),
+        "device": config.device,
+        "kernels": backends(torch.device(config.device).type),
+    }

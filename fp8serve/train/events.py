@@ -59,8 +59,8 @@ def message(code: str, text: str, *, level: str = "info", **data: Any) -> Event:
 def metrics(values: dict[str, Any], words: Mapping[str, str]) -> Event:
     """words: the entries of `values` that the message shows beside the losses, with the names that it gives them."""
     named = {"train_loss": "training loss", **words, "valid_loss": "validation loss"}
-    said = ", ".join(f"{word}={_number(values[name])}" for name, word in named.items() if name in values)
-    text = f"Step {values['step']}/{values['total_steps']}: {said}"
+    figures = ", ".join(f"{word}={_number(values[name])}" for name, word in named.items() if name in values)
+    text = f"Step {values['step']}/{values['total_steps']}: {figures}"
     return {"type": "metrics", "level": "info", "message": text, **values}
 
 

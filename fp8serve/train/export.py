@@ -43,8 +43,9 @@ def export(checkpoint_dir: Path | str, out: Path | str) -> Path:
         return _adapter(source, out, config, meta)
     extra = {"training.json": training_record(meta)}
     weights = _as_computed(source, config)
-    if served_in_fp8(config.fp8_recipe):
-        scales = serving_scales(source, config.fp8_recipe, meta)
+    recipe = config.fp8_recipe
+    if recipe is not None and not recipe.override_linear_precision[0]:  # what the forward pass ran in
+        scales = serving_scales(source, recipe, meta)
         retained = meta.get("kept", ())
         write_calibrated(
             out, source, scales, weights=weights, high_precision=retained, format=config.format, extra_files=extra
@@ -63,11 +64,6 @@ def _adapter(source: Path, out: Path, config: TrainConfig, meta: Mapping[str, An
 
 
 _SCALING = ("recipe", "recipe_options", "amax_history_len")
-
-
-def served_in_fp8(recipe: Recipe | None) -> bool:
-    """Whether the forward pass that was trained ran in FP8."""
-    return recipe is not None and not recipe.override_linear_precision[0]
 
 
 def training_record(meta: Mapping[str, Any]) -> str:

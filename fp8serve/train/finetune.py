@@ -48,8 +48,8 @@ def finetune(
     return Trainer(config).run(on_event, stop)
 
 
-def _files(data: Data, kept: Path, rows: dict[Path, Sequence[Any]]) -> list[str]:
-    """The paths that `data` gives; for rows it is `kept`, and they are noted in `rows`."""
+def _files(data: Data, path: Path, rows: dict[Path, Sequence[Any]]) -> list[str]:
+    """The paths that `data` gives; for rows it is `path`, and they are noted in `rows`."""
     if isinstance(data, str | Path):
         return [str(data)]
     items = list(data)
@@ -57,8 +57,8 @@ def _files(data: Data, kept: Path, rows: dict[Path, Sequence[Any]]) -> list[str]
         return [str(item) for item in items]
     if not all(isinstance(item, Mapping) for item in items):
         raise DataError("Data are files or rows (dicts), not some of each.")
-    rows[kept] = items
-    return [str(kept)]
+    rows[path] = items
+    return [str(path)]
 
 
 def _write(rows: Iterable[Any], path: Path) -> None:

@@ -32,11 +32,11 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.autocast import autocast
+from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products, use_batch_invariant_products
 from fp8serve.fp8.distributed import default_group
 from fp8serve.fp8.dpa import DotProductAttention
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.lora import LoraLinear
-from fp8serve.fp8.own_linear import own_products, use_own_products
 from fp8serve.fp8.recipe import Recipe, attends_in_fp8, delayed, reduced
 from fp8serve.fp8.served_attention import KvScale, served_attention
 from fp8serve.fp8.session import Session, common
@@ -197,10 +197,10 @@ def _recomputed(part: nn.Module, *source: Any) -> Tensor:
 class Forward:
     """Runs a network under a recipe (None: high precision) with BF16 activations; its linears are converted already.
 
-    cache: see `Network`. Linears that are not converted become `OwnLinear`, in place. `ranks`: the processes that take
-    steps together; delayed scales are those of all of them. `recompute`: only the inputs of layers are kept for the
-    backward pass, and the rest is computed again: less memory and more time for the same bits. device: where a decoder
-    without weights will have them.
+    cache: see `Network`. Linears that are not converted become `BatchInvariantLinear`, in place. `ranks`: the processes
+    that take steps together; delayed scales are those of all of them. `recompute`: only the inputs of layers are kept
+    for the backward pass, and the rest is computed again: less memory and more time for the same bits. device: where a
+    decoder without weights will have them.
     """
 
     def __init__(
@@ -217,8 +217,8 @@ class Forward:
         self.network = Network(decoder, cache, recompute)
         self.recipe = recipe
         self.device = decoder.embedding.weight.device.type if device is None else torch.device(device).type
-        if own_products(self.device):
-            use_own_products(decoder)
+        if has_batch_invariant_products(self.device):
+            use_batch_invariant_products(decoder)
         self._run_by = reduced(recipe, ranks.size > 1)  # a run alone stays so in a script that torchrun has started
         self._session = common() if delayed(recipe) is None else Session(self.network)
         self.linears = {name: m for name, m in decoder.named_modules() if isinstance(m, Linear)}

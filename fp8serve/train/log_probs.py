@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import RecipeError, RequestError, ScalesError
+from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products, use_batch_invariant_products
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.own_linear import own_products, use_own_products
 from fp8serve.fp8.recipe import Recipe, from_name
 from fp8serve.fp8.served_attention import KvScale
 from fp8serve.model import parity
@@ -78,8 +78,8 @@ def served_network(
     model = load_servable(model_dir, "bf16" if named is None else named, scales)  # type: ignore[arg-type]
     for layer in (m for m in model.modules() if isinstance(m, FrozenLinear)):
         layer.make_rows_independent()
-    if own_products("cpu"):
-        use_own_products(model)
+    if has_batch_invariant_products("cpu"):
+        use_batch_invariant_products(model)
     model.expect(max_model_len or model.config.max_length)
     reasons = parity.differences(None, model.config, "cpu", 1)  # rows are apart, and the longest sequence is known
     _refuse(list(reasons))

@@ -50,7 +50,7 @@ def memory_estimate(
         "weights": every * (4 if in_model else 6) + _moments(config, every - _norms(model), _norms(model)),
         "gradients": every * (4 if in_model else 6),
         "casts": 2 * others + linears * (1 if once else 2),
-        "activations": tokens * _kept(model, config),
+        "activations": tokens * _bytes_per_token(model, config),
         "logits": _of_logits(int(tokens * fraction) * model.vocab_size),
     }
     if config.method == "grpo":
@@ -80,7 +80,7 @@ def _of_shards(model: ModelConfig, config: TrainConfig, tokens: int, fraction: f
         "weights": own // processes,
         "gradients": 4 * every // processes + 8 * max(layer, rest),
         "casts": 2 * rest + 2 * element * layer + retained,
-        "activations": tokens * _kept(model, config),
+        "activations": tokens * _bytes_per_token(model, config),
         "logits": _of_logits(int(tokens * fraction) * model.vocab_size),
     }
     return {**parts, "total": sum(parts.values())}
@@ -119,7 +119,8 @@ def _of_adapter(model: ModelConfig, config: TrainConfig, tokens: int, fraction: 
         "weights": linears * (2 if config.recipe == "bf16" else 1) + 2 * others + trained,
         "gradients": 4 * adapter,
         "casts": model.hidden_size * model.intermediate_size,  # the transpose of the largest weight
-        "activations": tokens * (_kept(model, config) + 2 * rank * 7 * (1 if config.recompute else model.num_layers)),
+        "activations": tokens
+        * (_bytes_per_token(model, config) + 2 * rank * 7 * (1 if config.recompute else model.num_layers)),
         "logits": _of_logits(int(tokens * fraction) * model.vocab_size),
     }
     return {**parts, "total": sum(parts.values())}
@@ -185,7 +186,7 @@ def _sparse_layers(model: ModelConfig) -> int:
     return 0 if model.experts is None else len(model.experts.layers)
 
 
-def _kept(model: ModelConfig, config: TrainConfig) -> int:
+def _bytes_per_token(model: ModelConfig, config: TrainConfig) -> int:
     """Bytes of a token at the peak: of all layers, or of their inputs and the one layer that is computed again."""
     if not config.recompute:
         return _activations(model)

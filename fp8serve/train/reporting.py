@@ -102,14 +102,14 @@ def reported(config: "TrainConfig", on_event: OnEvent) -> Iterator[OnEvent]:
         return
     reports = [_Report(tool, config, on_event) for tool in dict.fromkeys(config.report_to)]
 
-    def tell(event: Event) -> None:
+    def handle(event: Event) -> None:
         on_event(event)
         if event["type"] == "metrics":
             for report in reports:
                 report.take(event)
 
     try:
-        yield tell
+        yield handle
     finally:
         for report in reports:
             report.close()

@@ -8,13 +8,15 @@
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp8serve.ranks import Ranks
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Cursor, Item, Step
 from fp8serve.train.events import OnEvent
-from fp8serve.train.setup import Setup
+
+if TYPE_CHECKING:
+    from fp8serve.train.setup import Setup
 
 
 @dataclass
@@ -64,7 +66,7 @@ class Course:
     config: TrainConfig
     ranks: Ranks
     on_event: OnEvent
-    setup: Setup
+    setup: "Setup"
     identity: dict[str, Any]
     progress: Progress
 

@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fp8serve import __version__
 from fp8serve.errors import JobError
 from fp8serve.fp8.conversion import convert
-from fp8serve.fp8.ops import backends
 from fp8serve.fp8.recipe import Recipe
 from fp8serve.fp8.selfcheck import prepare_device
 from fp8serve.model.building import Model
@@ -33,7 +31,6 @@ from fp8serve.train.checkpoint import carried_files
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Item, RowCounts, check_length, fingerprint, total_steps
 from fp8serve.train.events import OnEvent, message
-from fp8serve.train.export import served_in_fp8
 from fp8serve.train.forward import Forward, Logits
 from fp8serve.train.lora import adapted_model, trained
 from fp8serve.train.memory import check_layers
@@ -53,8 +50,8 @@ class Setup:
     """The objects that stay the same during a run.
 
     items, eval_items: what is learnt, and what is held out; see `methods.interface`. carry: writes the base model's
-    small files into a directory. kept_linears: those in high precision, as in the base model. sharded: where the
-    weights are divided among processes; `forward` is its own.
+    small files into a directory. high_precision_linears: those in high precision, as in the base model. sharded: where
+    the weights are divided among processes; `forward` is its own.
     """
 
     method: Method[Any]
@@ -65,7 +62,7 @@ class Setup:
     total_steps: int
     data_fingerprint: str
     carry: Callable[[Path], None]
-    kept_linears: tuple[str, ...] = ()
+    high_precision_linears: tuple[str, ...] = ()
     sharded: "Sharded | None" = None
 
     @property
@@ -94,14 +91,14 @@ class Setup:
         items, eval_items = (self.method.begin(self.forward, result, ranks) for result in (self.items, self.eval_items))
         return replace(self, items=items, eval_items=eval_items)
 
-    def kept(self) -> dict[str, Tensor]:
+    def tensors_of_items(self) -> dict[str, Tensor]:
         """What the items hold, for a checkpoint: tensors under `items.` or `eval_items.` and the method's names."""
         results = {name: self.method.keep(getattr(self, name)) for name in ITEMS}
         return {f"{name}.{key}": tensor for name, tensors in results.items() for key, tensor in tensors.items()}
 
-    def recalled(self, kept: Mapping[str, Tensor]) -> "Setup":
-        """The reverse of `kept`. JobError if `kept` belongs to other items."""
-        items, eval_items = (self.method.recall(getattr(self, name), _below(name, kept)) for name in ITEMS)
+    def recall_items(self, tensors: Mapping[str, Tensor]) -> "Setup":
+        """The reverse of `tensors_of_items`. JobError if `tensors` belong to other items."""
+        items, eval_items = (self.method.recall(getattr(self, name), _below(name, tensors)) for name in ITEMS)
         return replace(self, items=items, eval_items=eval_items)
 
 
@@ -127,7 +124,7 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent, ranks: Ranks =
     report_data(report, on_event, reader_of(config).lacks)
     eval_items = data.load("eval_data")[0] if config.eval_data else []
     report_overlap(items, eval_items, on_event)
-    retained = () if recipe is None or config.lora_rank else kept_linears(source)
+    retained = () if recipe is None or config.lora_rank else high_precision_linears(source)
     if retained:
         text = f"{len(retained)} linear layers that are not in FP8 in the model are trained in BF16 and stay so"
         on_event(message("kept", text, kept=len(retained)))
@@ -158,19 +155,19 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent, ranks: Ranks =
         total_steps=total_steps([item.tokens for item in items], config),
         data_fingerprint=fingerprint(items),
         carry=_nothing if config.lora_rank else carried_files(source),
-        kept_linears=retained,
+        high_precision_linears=retained,
         sharded=sharded,
     )
 
 
 def _sharded(
-    config: TrainConfig, source: Path, kept: Collection[str], ranks: Ranks, on_event: OnEvent
+    config: TrainConfig, source: Path, retained: Collection[str], ranks: Ranks, on_event: OnEvent
 ) -> "Sharded | None":
     """The model divided among the processes; None if there is one process. JobError: see `check_blocks`."""
     from fp8serve.train.sharded.building import Sharded, described
     from fp8serve.train.sharded.shards import check_blocks
 
-    sharded = Sharded(config, source, kept, ranks) if ranks.in_step else None
+    sharded = Sharded(config, source, retained, ranks) if ranks.in_step else None
     if sharded is not None and config.optimizer_states == "8bit":
         check_blocks(sharded.shards)
     on_event(message("sharded", described(sharded), processes=ranks.size))
@@ -184,7 +181,7 @@ def _nothing(directory: Path) -> None:
 def check_format(config: TrainConfig) -> None:
     """Raises ModelError before any work for a format that cannot express the recipe's weights."""
     recipe = config.fp8_recipe
-    if recipe is not None and served_in_fp8(recipe):
+    if recipe is not None and not recipe.override_linear_precision[0]:
         quantization_files(config.format, recipe, kv_cache=False)
 
 
@@ -240,7 +237,7 @@ def report_rank(parameters: Mapping[str, nn.Parameter], rank: int, on_event: OnE
         on_event(message("rank_too_large", text, level="warn", layers=more))
 
 
-def kept_linears(source: Path) -> tuple[str, ...]:
+def high_precision_linears(source: Path) -> tuple[str, ...]:
     """The linears that an FP8 directory holds in high precision; a checkpoint records those of its base model.
 
     A directory without FP8 weights keeps none, because no layers were chosen for it.
@@ -250,19 +247,8 @@ def kept_linears(source: Path) -> tuple[str, ...]:
     return tuple(open_checkpoint(source).high_precision_linears)
 
 
-def _decoder(source: Path, recipe: Recipe | None, kept: tuple[str, ...], config: TrainConfig) -> Model:
+def _decoder(source: Path, recipe: Recipe | None, retained: tuple[str, ...], config: TrainConfig) -> Model:
     decoder = load_trainable(source, dtype=torch.float32, device=config.device)
     if recipe is not None:
-        convert(decoder, skip=(decoder.head_name, *kept))
+        convert(decoder, skip=(decoder.head_name, *retained))
     return decoder
-
-
-def environment(config: TrainConfig) -> dict[str, Any]:
-    """What decides the bits besides configuration and data. A run that resumes in another environment reports it."""
-    return {
-        "torch": torch.__version__,
-        "fp8serve": __version__,
-        "threads": torch.get_num_threads(),
-        "device": config.device,
-        "kernels": backends(torch.device(config.device).type),
-    }

@@ -161,10 +161,10 @@ def accumulate_gradients(
     return [value / weight for value in _sum_in_order(result)]
 
 
-def _sum_in_order(found: Tensor) -> list[float]:
-    """The sum of the rows of `found`, added one after the other: [1 + measures]."""
-    sums = torch.zeros_like(found[0])
-    for row in found:
+def _sum_in_order(results: Tensor) -> list[float]:
+    """The sum of the rows of `results`, added one after the other: [1 + measures]."""
+    sums = torch.zeros_like(results[0])
+    for row in results:
         sums += row
     return list(sums.tolist())
 

@@ -86,7 +86,7 @@ def warm_scales(course: Course) -> None:
 def _begin_method(course: Course) -> None:
     """Computes what the method needs to know about the model before its first step."""
     course.setup = course.setup.begun(course.ranks)
-    if course.setup.kept():
+    if course.setup.tensors_of_items():
         text = f"The reference: what the model computes for {len(course.setup.items)} items before its first step"
         course.on_event(events.message("reference", text))
 
@@ -192,7 +192,7 @@ class Trainer:
         check_installed(self.config.report_to)
         check_states(self.config)
         with self.ranks.together():
-            lock = self._taken() if self.ranks.first else nullcontext()
+            lock = self._take_lock() if self.ranks.first else nullcontext()
         reporting = reported(self.config, on_event) if self.ranks.first else nullcontext(_ignore)
         returns = None
         with lock, reporting as report, torch.random.fork_rng(devices=[]):
@@ -209,7 +209,7 @@ class Trainer:
                 del run  # two do not fit into memory
                 gc.collect()
 
-    def _taken(self) -> AbstractContextManager[Any]:
+    def _take_lock(self) -> AbstractContextManager[Any]:
         """The lock of the directory, which rank 0 holds for all."""
         out = Path(self.config.out)
         if out.exists() and not out.is_dir():
@@ -330,9 +330,9 @@ class _Run:
                 restore(course, checkpoint.read_checkpoint(chosen))
         return chosen
 
-    def _finished(self, chosen: Path, found: Outcome) -> TrainResult:
+    def _finished(self, chosen: Path, final: Outcome) -> TrainResult:
         course = self.course
-        judge(course.job, chosen, found, course.on_event)
+        judge(course.job, chosen, final, course.on_event)
         return self._result("succeeded", str(published(course.config, chosen, course.on_event)))
 
     def _result(self, status: Literal["succeeded", "stopped"], model: str | None) -> TrainResult:

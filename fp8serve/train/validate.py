@@ -150,7 +150,7 @@ def _good_items(
     return items, report
 
 
-def _items(group: Sequence["_Found"], make: "_Make", bad: _BadLines) -> Iterator[tuple[list[Item], RowCounts]]:
+def _items(group: Sequence["_Example"], make: "_Make", bad: _BadLines) -> Iterator[tuple[list[Item], RowCounts]]:
     """Those of a whole group, whose conversations are then rendered together, or of each example if one is bad."""
     examples = [result for *_, result in group]
     problem = next((str(result) for result in examples if isinstance(result, DataError)), "")
@@ -169,10 +169,10 @@ def _items(group: Sequence["_Found"], make: "_Make", bad: _BadLines) -> Iterator
 
 _Make = Callable[[list[Any]], tuple[list[Item], RowCounts]]
 _COUNTS = [field.name for field in dataclasses.fields(RowCounts)]
-_Found = tuple[str, int | None, Any]
+_Example = tuple[str, int | None, Any]
 
 
-def _examples(reader: Reader[Any, Any], argument: str, limits: DataLimits) -> Iterator[_Found]:
+def _examples(reader: Reader[Any, Any], argument: str, limits: DataLimits) -> Iterator[_Example]:
     """(file, line, example), with an error in place of each row that is no example, and of what cannot be read."""
     try:
         source = read_source(argument, reader.columns, limits)

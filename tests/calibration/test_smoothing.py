@@ -22,8 +22,8 @@ from fp8serve.calibration.techniques.smoothing import FACTORS, factors, fold, pa
 from fp8serve.errors import Fp8ServeError
 from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.hub import find_model
+from fp8serve.model import gguf as packaged
 from fp8serve.model.checkpoint import load_scales, load_servable, open_checkpoint
-from fp8serve.model.gguf import conversion as packaged
 from fp8serve.model.network.decoder import Decoder
 from fp8serve.model.text.tokenizer import Tokenizer
 from tests.model.oracle import make_model

@@ -15,7 +15,7 @@ from fp8serve.engine.engine import Engine
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError, RequestError
-from fp8serve.fp8.own_linear import own_products
+from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.forward import Forward
 from fp8serve.train.log_probs import log_probs
@@ -98,7 +98,7 @@ def test_each_is_as_it_is_alone(tmp_path: Path, kind: str) -> None:
     assert ask(together, asked[:8]) == expected[:8]
 
 
-@pytest.mark.skipif(not own_products("cpu"), reason="the CPU kernels are not built")
+@pytest.mark.skipif(not has_batch_invariant_products("cpu"), reason="the CPU kernels are not built")
 @pytest.mark.parametrize("kind", ["delayed", "fp8 cache"])
 def test_the_context_is_used_to_its_last_token(tmp_path: Path, kind: str) -> None:
     """Prompts of one token less than the context and answers that fill it, with shared prefixes, too few blocks for

@@ -9,15 +9,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fp8serve.engine import packing
 from fp8serve.engine.engine import Engine
+from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.own_linear import own_products
 from fp8serve.model.network.experts import Mixture
 
 from .test_fused import MODES, make
 from .test_oracle import TEXT, learn
 from .tiny import call_each_layer, write_model
 
-pytestmark = pytest.mark.skipif(not own_products("cpu"), reason="the CPU kernels are not built")
+pytestmark = pytest.mark.skipif(not has_batch_invariant_products("cpu"), reason="the CPU kernels are not built")
 KINDS = ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"]
 SIZES = {"moe_intermediate_size": 128, "hidden_size": 256, "intermediate_size": 128}
 PROMPTS = [[256, *b"Once upon a time"], list(range(1, 90)), [256, *b"x"]]

@@ -21,17 +21,17 @@ from fp8serve.engine.runner import Runner
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.engine.scheduler import Work
 from fp8serve.engine.sequence import Sequence
+from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products
 from fp8serve.fp8.elementwise import rms_norm
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.joined import Joined, can_join
-from fp8serve.fp8.own_linear import own_products
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.model.network.experts import Mixture
 from fp8serve.model.network.rotary import Attend
 
 from .tiny import ARCHITECTURES, OTHERS, call_each_layer, write_model, write_scales
 
-pytestmark = pytest.mark.skipif(not own_products("cpu"), reason="the CPU kernels are not built")
+pytestmark = pytest.mark.skipif(not has_batch_invariant_products("cpu"), reason="the CPU kernels are not built")
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "max_position_embeddings": 512, "head_dim": 128}
 MODES: dict[str, dict[str, Any]] = {
     "delayed": {"recipe": DelayedScaling()},

@@ -8,9 +8,9 @@ import torch
 
 from fp8serve.engine import packing
 from fp8serve.engine.engine import Engine
+from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.ops.arithmetic import dequantize
-from fp8serve.fp8.own_linear import own_products
 from fp8serve.model.checkpoint import load_servable
 
 from .tiny import write_model
@@ -35,7 +35,7 @@ def test_logits_are_those_of_a_head_with_a_scale_for_every_row(tmp_path: Path, t
     torch.testing.assert_close(cast.logits(hidden), plain.logits(hidden), rtol=0.05, atol=0.5)
 
 
-@pytest.mark.skipif(not own_products("cpu"), reason="the CPU kernels are not built")
+@pytest.mark.skipif(not has_batch_invariant_products("cpu"), reason="the CPU kernels are not built")
 def test_it_is_packed_and_answers_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path, tie_word_embeddings=True, **PACKABLE)
     found = []

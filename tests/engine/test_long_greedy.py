@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products
 from fp8serve.fp8.ops import LEVELS
-from fp8serve.fp8.own_linear import own_products
 
 from .long_greedy import CONTEXT, MODES, NEW, PROMPTS, TEXT, engine, tokens
 from .tiny import call_each_layer, write_model, write_scales
 
-pytestmark = pytest.mark.skipif(not own_products("cpu"), reason="the CPU kernels are not built")
+pytestmark = pytest.mark.skipif(not has_batch_invariant_products("cpu"), reason="the CPU kernels are not built")
 # Before torch loads the library, so that every op is the reference.
 WITHOUT_KERNELS = """
 import runpy, sys, torch

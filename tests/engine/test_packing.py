@@ -12,13 +12,13 @@ from fp8serve.engine import packing
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
+from fp8serve.fp8.batch_invariant_linear import BatchInvariantLinear, has_batch_invariant_products
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.own_linear import OwnLinear, own_products
 
 from .test_fused import MODES, SIZES, make
 from .tiny import write_model
 
-pytestmark = pytest.mark.skipif(not own_products("cpu"), reason="the CPU kernels are not built")
+pytestmark = pytest.mark.skipif(not has_batch_invariant_products("cpu"), reason="the CPU kernels are not built")
 PROMPTS = [[256, *b"Once upon a time"], list(range(1, 60))]
 
 
@@ -43,7 +43,7 @@ def tokens_of(engine: Engine) -> list[tuple[int, ...]]:
 def weights_of(engine: Engine) -> dict[str, int]:
     """The number of dimensions of every linear's weight: 3 where it is packed."""
     model = engine.loaded.runner.model
-    kinds = FrozenLinear | OwnLinear
+    kinds = FrozenLinear | BatchInvariantLinear
     return {name: m.weight.dim() for name, m in model.named_modules() if isinstance(m, kinds)}
 
 

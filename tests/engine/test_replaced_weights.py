@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from fp8serve.engine import packing
 from fp8serve.engine.engine import Engine
+from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.own_linear import own_products
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.model.checkpoint import load_servable
 
 from .test_fused import SIZES, joined, mixed_steps
 from .tiny import call_each_layer, write_model, write_scales
 
-pytestmark = pytest.mark.skipif(not own_products("cpu"), reason="the CPU kernels are not built")
+pytestmark = pytest.mark.skipif(not has_batch_invariant_products("cpu"), reason="the CPU kernels are not built")
 LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
            "mlp.up_proj", "mlp.down_proj")  # fmt: skip
 Change = Callable[[Any], None]

@@ -11,7 +11,7 @@ from torch import Tensor
 from fp8serve.calibration.pipeline import calibrate_encoder
 from fp8serve.engine.embedding import Embedder
 from fp8serve.engine.text_encoder import LEAST, TextThreads, shares
-from fp8serve.fp8.own_linear import own_products
+from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products
 from fp8serve.model.network.encoder import Encoder
 from tests.model.encoders import BERT, ids_of, make, pooled
 
@@ -81,7 +81,7 @@ def test_vectors_keep_their_bits(tmp_path: Path, recipe: str) -> None:
     assert torch.equal(divided.embed(texts).vectors, alone.embed(texts).vectors)
 
 
-@pytest.mark.skipif(not own_products("cpu"), reason="the CPU kernels are not built")
+@pytest.mark.skipif(not has_batch_invariant_products("cpu"), reason="the CPU kernels are not built")
 @pytest.mark.parametrize("recipe", ["stored", "rowwise", "block"])
 def test_joined_projections_keep_the_bits(tmp_path: Path, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path / "m", BERT)

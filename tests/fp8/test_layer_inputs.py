@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Linear, autocast, convert
+from fp8serve.fp8.batch_invariant_linear import BatchInvariantLinear
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.lora import LoraLinear
-from fp8serve.fp8.own_linear import OwnLinear
 from fp8serve.fp8.recipe import Recipe
 
 RECIPES: list[Recipe] = [DelayedScaling(amax_history_len=4), Float8CurrentScaling(), Float8BlockScaling()]
@@ -175,7 +175,7 @@ def frozen() -> nn.Module:
 
 REPLACEMENTS: list[Callable[[], nn.Module]] = [
     lambda: convert(linear()),
-    lambda: OwnLinear.adopt(linear(torch.bfloat16)),  # type: ignore[arg-type]
+    lambda: BatchInvariantLinear.adopt(linear(torch.bfloat16)),  # type: ignore[arg-type]
     frozen,
     adapted,
 ]
@@ -184,7 +184,7 @@ REPLACEMENTS: list[Callable[[], nn.Module]] = [
 @pytest.mark.parametrize("make", REPLACEMENTS, ids=lambda make: type(make()).__name__)
 def test_the_argument_has_the_name_that_it_has_in_torch(make: Callable[[], nn.Module]) -> None:
     layer = make()
-    given = x(dtype=torch.bfloat16) if isinstance(layer, OwnLinear | LoraLinear) else x()
+    given = x(dtype=torch.bfloat16) if isinstance(layer, BatchInvariantLinear | LoraLinear) else x()
     assert torch.equal(layer(input=given), layer(given))
 
 

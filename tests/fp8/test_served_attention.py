@@ -9,12 +9,12 @@ from torch import Tensor
 
 from fp8serve.fp8 import ops
 from fp8serve.fp8.attention import causal_attention
+from fp8serve.fp8.batch_invariant_linear import BatchInvariantLinear, has_batch_invariant_products
+from fp8serve.fp8.batch_invariant_product import product
 from fp8serve.fp8.ops import LEVELS
-from fp8serve.fp8.own_linear import OwnLinear, own_products
-from fp8serve.fp8.own_product import product
 from fp8serve.fp8.served_attention import KvScale, served_attention
 
-pytestmark = pytest.mark.skipif(not own_products("cpu"), reason="the CPU kernels are not built")
+pytestmark = pytest.mark.skipif(not has_batch_invariant_products("cpu"), reason="the CPU kernels are not built")
 LENGTHS = [70, 5, 131]
 BLOCK = 16
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -99,11 +99,11 @@ def test_a_row_of_a_product_is_what_it_is_alone(level: str, out_dtype: torch.dty
         assert torch.equal(product(x.requires_grad_(), weight, bias, out_dtype), alone)
 
 
-def test_the_gradient_of_an_own_linear_is_torchs() -> None:
+def test_the_gradient_of_a_batch_invariant_linear_is_torchs() -> None:
     plain = torch.nn.Linear(60, 30).bfloat16()
     x, upstream = torch.randn(2, 7, 60).bfloat16().requires_grad_(), torch.randn(2, 7, 30).bfloat16()
     expected = torch.autograd.grad(plain(x), [x, plain.weight, plain.bias], upstream)
-    own = OwnLinear.adopt(plain)
+    own = BatchInvariantLinear.adopt(plain)
     assert own is plain
     found = torch.autograd.grad(own(x), [x, own.weight, own.bias], upstream)
     for one, other in zip(found, expected, strict=True):

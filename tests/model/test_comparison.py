@@ -190,7 +190,7 @@ def test_inspect_finds_models_as_other_commands_do(
     monkeypatch.setattr("fp8serve.hub._download", lambda name: source)
     assert main(["inspect", "org/name"]) == 0
     assert "LlamaForCausalLM" in capsys.readouterr().out
-    monkeypatch.setattr("fp8serve.model.gguf.conversion.smollm2", lambda tell: source)
+    monkeypatch.setattr("fp8serve.model.gguf.smollm2", lambda tell: source)
     assert main(["inspect", "smollm2"]) == 0
     assert main(["inspect", "smollm2", "org/name"]) == 0
 

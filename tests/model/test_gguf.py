@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 from fp8serve.cli import main
 from fp8serve.errors import ModelError
 from fp8serve.hub import find_model
+from fp8serve.model import gguf as packaged
 from fp8serve.model.checkpoint import load_trainable
 from fp8serve.model.config.decoder import read_config
-from fp8serve.model.gguf import conversion as packaged
+from fp8serve.model.gguf import convert, file_hash
 from fp8serve.model.gguf import families as gguf_families
-from fp8serve.model.gguf.conversion import convert, file_hash
 from fp8serve.model.gguf.families import dequantize
 from fp8serve.model.gguf.reader import TYPES, GgufFile
 from fp8serve.model.text.tokenizer import Tokenizer
@@ -206,7 +206,7 @@ def refused(file: Path, capsys: pytest.CaptureFixture[str]) -> str:
         ({"llama.embedding_length": 128}, "shape"),
         ({"split.count": 2}, "one part of a model"),
         ({"tokenizer.ggml.model": "bert"}, "tokenizer 'bert' is not supported"),
-        ({"tokenizer.ggml.pre": "mystery"}, "pre-tokenizer 'mystery' is not known"),
+        ({"tokenizer.ggml.pre": "mystery"}, "pre-tokenizer 'mystery' is not supported"),
         ({"tokenizer.ggml.merges": ["t h e"]}, "not two tokens"),
         ({"tokenizer.ggml.merges": ["zz yy"]}, "makes no tokenizer"),
         ({"tokenizer.ggml.tokens": ["a"] * 320}, "'a' twice"),

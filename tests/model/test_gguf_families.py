@@ -14,7 +14,7 @@ from fp8serve.errors import ModelError
 from fp8serve.model.checkpoint import load_trainable
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.config.mixture import CORRECTION
-from fp8serve.model.gguf.conversion import convert
+from fp8serve.model.gguf import convert
 from fp8serve.model.gguf.families import LAYOUTS, layout_of
 from fp8serve.model.gguf.reader import GgufFile
 from fp8serve.model.stored import open_checkpoint

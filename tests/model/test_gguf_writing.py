@@ -17,7 +17,7 @@ from fp8serve.errors import ModelError
 from fp8serve.model.checkpoint import load_trainable, open_checkpoint
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.export import write_calibrated
-from fp8serve.model.gguf.conversion import convert
+from fp8serve.model.gguf import convert
 from fp8serve.model.gguf.reader import GgufFile
 from fp8serve.model.gguf.writing import WEIGHT_TYPES, WeightType, write_gguf
 from fp8serve.model.text.tokenizer import Tokenizer

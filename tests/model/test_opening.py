@@ -19,10 +19,10 @@ from fp8serve.model.adapters import read_adapter
 from fp8serve.model.checkpoint import kv_scales, open_checkpoint
 from fp8serve.model.config.decoder import read_any_config
 from fp8serve.model.config.sentence import modules_of
-from fp8serve.model.export import CARRIED
 from fp8serve.model.formats.scales import load_scales
 from fp8serve.model.network.pooling import read_pooling
 from fp8serve.model.resident import resident
+from fp8serve.model.storage.files import CARRIED
 from fp8serve.model.storage.headers import require_finite
 from fp8serve.model.storage.opening import open_file, open_member, real_path
 from fp8serve.model.storage.shards import open_shards, read_header

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 
 from benchmarks.studies import parity
-from fp8serve.fp8.own_linear import own_products
+from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products
 from tests.engine.tiny import write_model, write_scales
 from tests.patience import until
 from tests.server.process import Process, serving
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not own_products("cpu"), reason="the CPU kernels are not built")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not has_batch_invariant_products("cpu"), reason="the CPU kernels are not built"),
+]
 STEP = 24  # tokens: a longer prompt is cut into chunks
 SERVED = {
     **{recipe: (recipe, "bf16") for recipe in parity.RECIPES if recipe != "delayed"},

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp8serve.engine.engine import Engine
 from fp8serve.errors import DataError, JobError
-from fp8serve.fp8.own_linear import own_products
+from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products
 from fp8serve.model.checkpoint import load_servable
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train import checkpoint, state
@@ -39,7 +39,7 @@ from .test_trainer import after, of_type
 LETTERS = "def reward(prompt, completion, row):\n    return completion.count(row['letter']) / (1 + len(completion))\n"
 APART = "sampling/sampling_logp_difference/mean"
 RATIO = "sampling/importance_sampling_ratio/mean"
-exact = pytest.mark.skipif(not own_products("cpu"), reason="the CPU kernels are not built")
+exact = pytest.mark.skipif(not has_batch_invariant_products("cpu"), reason="the CPU kernels are not built")
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import torch
 import fp8serve
 from fp8serve.engine.engine import Engine
 from fp8serve.errors import RecipeError, RequestError, ScalesError
+from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products
 from fp8serve.fp8.conversion import convert
-from fp8serve.fp8.own_linear import own_products
 from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.fp8.served_attention import KvScale
 from fp8serve.model.checkpoint import kv_scales, load_trainable
@@ -21,7 +21,7 @@ from fp8serve.train.forward import Forward, collate, summed_loss
 from fp8serve.train.log_probs import log_probs
 from tests.engine.tiny import write_model, write_scales
 
-pytestmark = pytest.mark.skipif(not own_products("cpu"), reason="the CPU kernels are not built")
+pytestmark = pytest.mark.skipif(not has_batch_invariant_products("cpu"), reason="the CPU kernels are not built")
 CACHES: tuple[Any, Any] = ("fp8", "bf16")
 IDS = [[5, 250, 7, 7, 9, 100, 3], list(range(40)), [8]]
 

@@ -15,7 +15,7 @@ from fp8serve.errors import JobError
 from fp8serve.model.checkpoint import TensorScale, load_scales
 from fp8serve.model.readers import SPELLING
 from fp8serve.model.text.tokenizer import Tokenizer
-from fp8serve.train import checkpoint, checkpointing, setup, train_step
+from fp8serve.train import checkpoint, checkpointing, train_step
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import load_items
 from fp8serve.train.methods.supervised import SftReader
@@ -205,7 +205,8 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_run_goes_on_from_the_one_befo
 def test_a_resume_on_another_machine_says_so(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configure(max_steps=4, save_every=2)
     Trainer(config).run(stop=after(2))
-    monkeypatch.setattr(checkpointing, "environment", lambda config: {**setup.environment(config), "threads": 1234})
+    environment = checkpointing.environment
+    monkeypatch.setattr(checkpointing, "environment", lambda config: {**environment(config), "threads": 1234})
     events: list[dict[str, Any]] = []
     Trainer(config).run(events.append)
     (told,) = [e for e in events if e.get("code") == "machine_changed"]

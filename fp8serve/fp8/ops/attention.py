@@ -140,8 +140,8 @@ def _paged_option_case(cache: torch.dtype, *options: Any) -> tuple[Any, ...]:
 def _paged_option_cases() -> list[Case]:
     """Window, soft cap, sinks."""
     sinks = torch.tensor([0.5, -4.0, 3.0, 0.0])
-    found = ((8,), (33, None, sinks), (None, 2.0), (5, 0.5, sinks))
-    grid = product((torch.float32, torch.bfloat16, torch.float8_e4m3fn), found)
+    choices = ((8,), (33, None, sinks), (None, 2.0), (5, 0.5, sinks))
+    grid = product((torch.float32, torch.bfloat16, torch.float8_e4m3fn), choices)
     return [Case(f"{c} {options}", partial(_paged_option_case, c, *options)) for c, options in grid]
 
 

@@ -41,7 +41,7 @@ def _inputs() -> dict[str, Callable[[], Tensor]]:
     }
 
 
-def given_scale_cases() -> list[Case]:
+def fixed_scale_cases() -> list[Case]:
     def make(x: Callable[[], Tensor], dtype: torch.dtype, scale: float) -> tuple[Any, ...]:
         return x(), torch.tensor(scale), dtype
 
@@ -66,7 +66,7 @@ define(
     "quantize(Tensor x, Tensor scale, ScalarType dtype) -> (Tensor q, Tensor amax)",
     quantize,
     fake=fake_cast,
-    cases=given_scale_cases,
+    cases=fixed_scale_cases,
     recipes=("delayed",),
 )
 
@@ -92,7 +92,7 @@ define(
     quantize_transpose,
     composition=_composed_transpose,
     fake=_fake_transpose,
-    cases=given_scale_cases,
+    cases=fixed_scale_cases,
 )
 
 

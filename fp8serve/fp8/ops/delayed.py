@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import FLT_MAX, inverse_of
-from fp8serve.fp8.ops.casts import given_scale_cases
+from fp8serve.fp8.ops.casts import fixed_scale_cases
 from fp8serve.fp8.ops.inputs import fake_nothing
 from fp8serve.fp8.ops.registry import Case, declare, define, reference
 from fp8serve.fp8.torch_private import copy_each
@@ -56,7 +56,7 @@ def _delayed_cases() -> list[Case]:
     kinds = cycle(((0.0, True, True), (None, True, False), (1e30, False, True), (2.5, False, False), (2.5, True, True)))
     return [
         Case(f"{case.name}, {kind}", partial(_delayed_case, case, *kind))
-        for case, kind in zip(given_scale_cases(), kinds, strict=False)
+        for case, kind in zip(fixed_scale_cases(), kinds, strict=False)
     ]
 
 

@@ -74,9 +74,7 @@ def _interleaved_parts(
     shards: Shards, stored: str, match: "re.Match[str]", experts: Experts
 ) -> Iterator[tuple[str, _Part]]:
     owner, projection, kind = match.groups()
-    names = experts.names
-    leaves = (names.gate, names.up) if projection == "gate_up_proj" else (names.down,)
-    entry = shards.entries[stored]
+    leaves, entry = _leaves(projection, experts), shards.entries[stored]
     rows, columns = _sizes(shards, stored, kind, experts)
     for expert in range(experts.count):
         for i, leaf in enumerate(leaves):

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fp8serve.fp8 import ops as ops  # registers the op called below
+from fp8serve.fp8.batch_invariant_product import product
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.grouped_linear import Span, grouped_linear
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.ops.grouped import spans
 from fp8serve.fp8.ops.mixture import Scores, add_weighted, weigh
-from fp8serve.fp8.own_product import product
 from fp8serve.fp8.stacked import Stacked, can_stack
 from fp8serve.model.config.mixture import CORRECTION, Routing
 from fp8serve.model.config.mixture import Experts as ExpertSettings

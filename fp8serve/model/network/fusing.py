@@ -20,7 +20,6 @@ from fp8serve.fp8.elementwise import gelu_tanh_mul, silu_mul
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.joined import Joined, can_join
 from fp8serve.fp8.replacing import note_replacements
-from fp8serve.fp8.served_adapters import any_active
 from fp8serve.model.config.model_config import Activation
 from fp8serve.model.network.norms import RMSNorm
 
@@ -52,7 +51,7 @@ class Projections:
     def _parts(self, x: Tensor, norm: nn.Module | None) -> Sequence[Tensor]:
         """Through every linear."""
         if self._joined is not None and not torch.is_grad_enabled() and (joined := self._current()) is not None:
-            if any_active(joined.layers):
+            if any(layer.adapters is not None and layer.adapters.is_active for layer in joined.layers):
                 x = x if norm is None else norm(x)
                 return [_with_adapters(layer, y, x) for layer, y in zip(joined.layers, joined(x), strict=True)]
             weight = norm.fused_weight(x) if type(norm) is RMSNorm else None

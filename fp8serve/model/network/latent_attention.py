@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from fp8serve.fp8.own_product import is_own, product
+from fp8serve.fp8.batch_invariant_product import is_batch_invariant, product
 from fp8serve.model.config.latent import Latent
 from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.network.fusing import Ending, Projections, add_projection, direct
@@ -51,7 +51,7 @@ class Absorbed(nn.Module):
 
 def by_head(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, heads, K], weight [heads, N, K] -> [T, heads, N]; in BF16 on a CPU no row depends on the others."""
-    if not is_own(x, weight):
+    if not is_batch_invariant(x, weight):
         return torch.einsum("thk,hnk->thn", x, weight)
     heads = zip(x.unbind(1), weight.unbind(0), strict=True)
     return torch.stack([product(rows.contiguous(), w.contiguous(), None) for rows, w in heads], 1)

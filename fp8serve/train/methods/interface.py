@@ -104,8 +104,8 @@ class Method(Protocol[ItemT]):
     def keep(self, items: Sequence[ItemT]) -> dict[str, "Tensor"]:
         """What `begin` found, for checkpoints; nothing: {}."""
 
-    def recall(self, items: Sequence[ItemT], kept: Mapping[str, "Tensor"]) -> list[ItemT]:
-        """The reverse of `keep`. JobError if `kept` belongs to other items."""
+    def recall(self, items: Sequence[ItemT], stored: Mapping[str, "Tensor"]) -> list[ItemT]:
+        """The reverse of `keep`. JobError if `stored` belongs to other items."""
 
     def start(self, scene: Scene) -> None:
         """Called once before the steps of a run, from wherever it stands."""
@@ -129,7 +129,7 @@ class FromData:
     def keep(self, items: Sequence[Any]) -> dict[str, "Tensor"]:
         return {}
 
-    def recall(self, items: Sequence[Any], kept: Mapping[str, "Tensor"]) -> list[Any]:
+    def recall(self, items: Sequence[Any], stored: Mapping[str, "Tensor"]) -> list[Any]:
         return list(items)
 
     def start(self, scene: Scene) -> None:

@@ -135,15 +135,15 @@ class OrderedSum:
     def __init__(self, size: int) -> None:
         self.size = self.working = size
         self.total: Tensor | None = None
-        self._asked = 0
+        self._allocated = 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for what is sent, and the next time for the result: that is the sum."""
         count = size[0]
-        if self._asked != count * self.size:
-            self._asked = count
+        if self._allocated != count * self.size:
+            self._allocated = count
             return torch.empty(count, dtype=dtype, device=device)
-        self._asked = 0
+        self._allocated = 0
         if self.total is None:
             self.total = torch.full((count,), NOTHING, dtype=dtype, device=device)
         return self.total
@@ -207,18 +207,18 @@ class Sharded:
     """A forward pass over a model that is divided among `ranks`, and all that belongs to it.
 
     in_fp8: how its FP8 linears are gathered; False: in high precision, which sends more, and runs every recipe and
-    `Forward.observe`; None: in FP8 where the recipe allows it. kept: the linears that stay in high precision.
+    `Forward.observe`; None: in FP8 where the recipe allows it. retained: the linears that stay in high precision.
     """
 
     def __init__(
-        self, config: TrainConfig, source: Path, kept: Collection[str], ranks: Ranks, in_fp8: bool | None = None
+        self, config: TrainConfig, source: Path, retained: Collection[str], ranks: Ranks, in_fp8: bool | None = None
     ) -> None:
         recipe = config.fp8_recipe
-        self._second = partial(Sharded, source=source, kept=kept, ranks=ranks, in_fp8=False)
+        self._second = partial(Sharded, source=source, retained=retained, ranks=ranks, in_fp8=False)
         self._config = config
         decoder, checkpoint = outline(source, torch.float32)
         if recipe is not None:
-            convert(decoder, skip=(decoder.head_name, *kept))
+            convert(decoder, skip=(decoder.head_name, *retained))
         self.why_not_fp8 = why_not_gathered(recipe)
         self.in_fp8 = self.why_not_fp8 is None if in_fp8 is None else in_fp8
         self.forward = Forward(decoder, recipe, ranks=ranks, recompute=config.recompute, device=config.device)

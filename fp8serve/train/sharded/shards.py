@@ -180,13 +180,13 @@ class Asking:
         return ranks.gather(created)[0]  # type: ignore[return-value]
 
     def _answer(self) -> None:
-        while (name := _heard()) is not None:
+        while (name := _receive()) is not None:
             part = self._tensors[name].detach().contiguous()
             if part.numel():
                 dist.send(part, 0)
 
 
-def _heard() -> Any:
+def _receive() -> Any:
     """What rank 0 tells. A rank 0 that has ended is no mistake of this one, so the error stays what it is."""
     value = [None]
     dist.broadcast_object_list(value, 0)

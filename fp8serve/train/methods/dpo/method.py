@@ -101,12 +101,12 @@ class Dpo(FromData):
         lengths = [(pair.chosen.trainable, pair.rejected.trainable) for pair in items]
         return answer_scores(log_probs, lengths, self.loss_type, self.config.ld_alpha)
 
-    def _reference(self, items: Sequence[Pair], found: Tensor) -> Tensor:
+    def _reference(self, items: Sequence[Pair], scores: Tensor) -> Tensor:
         """The reference [n, 2]. Until it is known, the policy is its own reference, because it has not changed yet."""
         if self.reference_free:
-            return torch.zeros_like(found)
+            return torch.zeros_like(scores)
         known = [pair.reference for pair in items if pair.reference is not None]
-        return torch.tensor(known, device=found.device) if len(known) == len(items) else found.detach()
+        return torch.tensor(known, device=scores.device) if len(known) == len(items) else scores.detach()
 
     def begin(self, forward: Forward, items: Sequence[Pair], ranks: Ranks) -> list[Pair]:
         return list(items) if self.reference_free else _with_reference(items, self._before(forward, items, ranks))
@@ -122,16 +122,16 @@ class Dpo(FromData):
         known = [pair.reference for pair in items if pair.reference is not None]
         return {"reference": torch.tensor(known), "pairs": _digest(items)} if known else {}
 
-    def recall(self, items: Sequence[Pair], kept: Mapping[str, Tensor]) -> list[Pair]:
+    def recall(self, items: Sequence[Pair], stored: Mapping[str, Tensor]) -> list[Pair]:
         if self.reference_free or not items:
             return list(items)
-        if not kept or not torch.equal(kept["pairs"], _digest(items)):
+        if not stored or not torch.equal(stored["pairs"], _digest(items)):
             raise JobError(
                 "The checkpoint holds a reference for other pairs than the data hold, and the model that the run began "
                 "with is gone; give the same data and eval_data as before, leave eval_data out, or use another output "
                 "directory."
             )
-        return _with_reference(items, kept["reference"].tolist())
+        return _with_reference(items, stored["reference"].tolist())
 
 
 def _digest(items: Sequence[Pair]) -> Tensor:
@@ -139,6 +139,6 @@ def _digest(items: Sequence[Pair]) -> Tensor:
     return torch.frombuffer(bytearray.fromhex(fingerprint(items)), dtype=torch.uint8)
 
 
-def _with_reference(items: Sequence[Pair], found: Sequence[Sequence[float]]) -> list[Pair]:
+def _with_reference(items: Sequence[Pair], references: Sequence[Sequence[float]]) -> list[Pair]:
     """The pairs with their references; FP32 numbers are held as Python floats, which represent them exactly."""
-    return [replace(pair, reference=(scores[0], scores[1])) for pair, scores in zip(items, found, strict=True)]
+    return [replace(pair, reference=(scores[0], scores[1])) for pair, scores in zip(items, references, strict=True)]

@@ -35,8 +35,8 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import JobError
+from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products, use_batch_invariant_products
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.own_linear import own_products, use_own_products
 from fp8serve.model.building import Model
 from fp8serve.model.checkpoint import load_servable
 from fp8serve.model.storage.files import save_tensors, whole_file
@@ -249,15 +249,15 @@ class Grpo(FromData):
         temperatures."""
         answers = [answer for group in groups for answer in group.answers]
         if self.config.temperature != 1:
-            result = self._found_by(self._forward.logits, answers)
+            result = self._log_probs_by(self._forward.logits, answers)
             answers = [replace(answer, old=old) for answer, old in zip(answers, result, strict=True)]
         if self._reference is not None:
-            result = self._found_by(self._reference, answers)
+            result = self._log_probs_by(self._reference, answers)
             answers = [replace(answer, reference=of_it) for answer, of_it in zip(answers, result, strict=True)]
         left = iter(answers)
         return [Group(tuple(islice(left, len(group.answers)))) for group in groups]
 
-    def _found_by(self, logits: Logits, answers: Sequence[Graded]) -> list[Numbers]:
+    def _log_probs_by(self, logits: Logits, answers: Sequence[Graded]) -> list[Numbers]:
         """The log-probabilities of each answer's tokens by a forward pass."""
         batch = collate([answer.row for answer in answers], self.config.device)
         result = target_log_probs(logits(batch), batch.targets, self.config.temperature).cpu().numpy()
@@ -286,16 +286,16 @@ def _of_answers(groups: Sequence[Group], like: Tensor) -> list[Tensor]:
 def _reference(config: TrainConfig, scene: Scene) -> Network:
     """The model before its first step, computed as it is served: the base of an adapter, or the initial weights that
     the run has kept. JobError: they are gone."""
-    model = load_servable(config.model, base_recipe(config)) if config.lora_rank else _kept_model(scene)
+    model = load_servable(config.model, base_recipe(config)) if config.lora_rank else _initial_model(scene)
     for layer in (module for module in model.modules() if isinstance(module, FrozenLinear)):
         layer.make_rows_independent()
-    if own_products(config.device):
-        use_own_products(model)
+    if has_batch_invariant_products(config.device):
+        use_batch_invariant_products(model)
     model.expect(config.seq_len)
     return Network(model.to(config.device))
 
 
-def _kept_model(scene: Scene) -> Model:
+def _initial_model(scene: Scene) -> Model:
     model, path = served_model(scene.forward), scene.out / REFERENCE
     if scene.is_fresh:
         tensors = dict(model.state_dict(keep_vars=True))

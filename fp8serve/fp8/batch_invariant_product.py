@@ -39,7 +39,7 @@ class _Product(torch.autograd.Function):
         return dx, dw, dy.sum(0).to(ctx.bias_dtype) if want_db else None, None
 
 
-def is_own(x: Tensor, weight: Tensor) -> bool:
+def is_batch_invariant(x: Tensor, weight: Tensor) -> bool:
     """Whether `product` of these runs our kernel."""
     return _HAS_KERNEL and x.dtype == weight.dtype == torch.bfloat16 and x.device.type == "cpu"
 
@@ -50,7 +50,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dty
     In BF16 on a CPU a row does not depend on the others. Elsewhere the product is torch's in `out_dtype`.
     """
     dtype = out_dtype or x.dtype
-    if not is_own(x, weight):
+    if not is_batch_invariant(x, weight):
         return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
         return cast(Tensor, _Product.apply(x, weight, bias, dtype))  # type: ignore[no-untyped-call]
@@ -59,7 +59,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dty
 
 def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """torch's linear of x [..., K], computed by `product` where that runs our kernel."""
-    if not is_own(x, weight):
+    if not is_batch_invariant(x, weight):
         return F.linear(x, weight, bias)
     if x.dim() == 2:
         return product(x, weight, bias)

@@ -1,4 +1,5 @@
-"""`OwnLinear`: torch's linear layer with our own product, and the conversion of a model to it."""
+"""`BatchInvariantLinear`: torch's linear layer with a product whose rows do not depend on each other, and the
+conversion of a model to it."""
 
 from typing import TYPE_CHECKING, Any, Optional, cast
 
@@ -6,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8serve.fp8 import ops
+from fp8serve.fp8.batch_invariant_product import apply_linear
 from fp8serve.fp8.frozen import pack_loaded, packed
-from fp8serve.fp8.own_product import apply_linear
 
 if TYPE_CHECKING:
     from fp8serve.fp8.served_adapters import ServedAdapters
@@ -15,16 +16,16 @@ if TYPE_CHECKING:
 _packed_mm = torch.ops.fp8serve.packed_mm.default
 
 
-class OwnLinear(nn.Linear):
-    """nn.Linear with our product; for serving its weight may be packed. adapters: those that are served with it."""
+class BatchInvariantLinear(nn.Linear):
+    """nn.Linear with that product; for serving its weight may be packed. adapters: those that are served with it."""
 
     adapters: Optional["ServedAdapters"] = None
 
     @classmethod
-    def adopt(cls, linear: nn.Linear) -> "OwnLinear":
+    def adopt(cls, linear: nn.Linear) -> "BatchInvariantLinear":
         """Turn an nn.Linear into one in place: same object, parameters, hooks and flags."""
         linear.__class__ = cls
-        return cast(OwnLinear, linear)
+        return cast(BatchInvariantLinear, linear)
 
     def pack(self, out: Tensor) -> None:
         """Move the weight, packed, into `out`, BF16 of as many elements."""
@@ -50,7 +51,7 @@ class OwnLinear(nn.Linear):
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
 
 
-def own_products(device: str) -> bool:
+def has_batch_invariant_products(device: str) -> bool:
     """Whether all products on this device run our CPU kernels."""
     return all("cpu kernel" in ops.backends(device)[op] for op in ("scaled_mm", "scaled_mm_add", "mm"))
 
@@ -61,7 +62,7 @@ def is_plain(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
-def use_own_products(model: nn.Module) -> None:
-    """Turns every plain nn.Linear of `model` into an OwnLinear, in place."""
+def use_batch_invariant_products(model: nn.Module) -> None:
+    """Turns every plain nn.Linear of `model` into a BatchInvariantLinear, in place."""
     for module in [m for m in model.modules() if is_plain(m)]:
-        OwnLinear.adopt(cast(nn.Linear, module))
+        BatchInvariantLinear.adopt(cast(nn.Linear, module))
