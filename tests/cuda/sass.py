@@ -10,7 +10,9 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,11 +20,13 @@ from pathlib import Path
 EXPECTED = {"sm_89": ["QMMA"], "sm_90a": ["QGMMA", "HGMMA"]}
 # A family's code (sm_100f) is listed under the chip's plain name.
 EXPECTED |= {"sm_100a": ["UTCQMMA"], "sm_100": ["UTCQMMA"], "sm_120a": ["QMMA"], "sm_120": ["QMMA"]}
-INSTRUCTION = re.compile(r"\b(UTCQMMA|QGMMA|QMMA|HGMMA|HMMA)\b")
 DIVISION = {"s": re.compile(r"__cuda_sm\d+_(div|rem)_s64"), "u": re.compile(r"__cuda_sm\d+_(div|rem)_u64")}
-# Loads, stores and atomics of memory that other kernels see; not the arguments' (LDC) nor the block's own (LDS).
-ACCESS = re.compile(r"\b(LDG?|STG?|ATOMG?|RED|LDGSTS|UBLKCP|UTMALDG)\b[.\w]*")
-ARCHITECTURE = re.compile(r"arch = (sm_\w+)")
+# Accesses: loads, stores and atomics of memory that other kernels see; not the arguments' (LDC) nor the block's (LDS).
+RELEVANT = re.compile(
+    r"\b(?P<tensor>(?:UTCQ|QG|Q|HG|H)MMA)\b"
+    r"|\b(?P<access>(?:LDG?|STG?|ATOMG?|RED|LDGSTS|UBLKCP|UTMALDG)\b[.\w]*)"
+    r"|(?P<wait>ACQBULK)|Function : (?P<function>\S+)|arch = (?P<arch>sm_\w+)"
+)
 PACKAGED = {"nvidia": "cu13/bin", "triton": "backends/nvidia/bin"}
 
 
@@ -43,51 +47,56 @@ def architectures(library: Path, tool: Path) -> list[str]:
     return sorted(set(re.findall(r"\.(sm_\w+)\.cubin", listing)))
 
 
-def instructions(library: Path, tool: Path, arch: str) -> Counter[str]:
-    """How often each tensor instruction occurs in the code of one architecture."""
+@dataclass
+class Code:
+    """What one reading of a library's instructions finds."""
+
+    tensor_instructions: dict[str, Counter[str]]  # how often each occurs, by architecture
+    early_accesses: dict[str, list[str]]  # by function that waits for earlier kernels: the memory accesses before that
+
+
+@cache
+def disassembled(binary: Path, tool: Path) -> Code:
+    """The instructions of every architecture: a minute's work, done once in a process."""
     path = {"PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}"}  # it calls the nvdisasm beside it
-    command = [str(tool), "-sass", "-arch", arch, str(library)]
-    counts: Counter[str] = Counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **path}) as process:
+    code = Code(defaultdict(Counter), {})
+    counts, function, before = Counter[str](), "", list[str]()
+    with subprocess.Popen(
+        [str(tool), "-sass", str(binary)], stdout=subprocess.PIPE, text=True, env={**os.environ, **path}
+    ) as process:
         for line in process.stdout or ():
-            counts.update(INSTRUCTION.findall(line))
-    return counts
+            if line[8:9] == " " or (match := RELEVANT.search(line)) is None:  # the second half of a code, or nothing
+                continue
+            kind, text = match.lastgroup, match[0]
+            if kind == "tensor":
+                counts[text] += 1
+            elif kind == "access":
+                before.append(text)
+            elif kind == "wait":
+                code.early_accesses[f"{function} {len(code.early_accesses)}"] = list(before)
+            elif kind == "function":
+                function, before = match["function"], []
+            else:
+                counts = code.tensor_instructions[match["arch"].removesuffix("f")]  # a family: as in architectures()
+    return code
 
 
+@cache
 def long_divisions(binary: Path, tool: Path, kind: str) -> set[str]:
     """The sources whose kernels, on some architecture, divide integers of 64 bits, which takes a function. kind: "s",
     with a sign, or "u", without, as the compiler divides to know how often a loop runs that it
     unrolls. Sources that were compiled without line numbers (CUTLASS's) are "".
     """
-    found, source = set(), ""
-    command = [str(tool), "-elf", str(binary)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        for line in process.stdout or ():
-            if line.startswith("Fatbin"):
-                source = ""
-            elif named := re.match(r"identifier = (\S+)", line):
-                source = Path(named[1]).name
-            elif DIVISION[kind].search(line):
-                found.add(source)
-    return found
-
-
-def early_accesses(binary: Path, tool: Path) -> dict[str, list[str]]:
-    """Of every function, over all architectures, that waits for earlier kernels: what it does to memory before that."""
-    path = {"PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}"}
-    found: dict[str, list[str]] = {}
-    function, before = "", []
-    with subprocess.Popen(
-        [str(tool), "-sass", str(binary)], stdout=subprocess.PIPE, text=True, env={**os.environ, **path}
-    ) as process:
-        for line in process.stdout or ():
-            if named := re.search(r"Function : (\S+)", line):
-                function, before = named[1], []
-            elif access := ACCESS.search(line):
-                before.append(access[0])
-            elif "ACQBULK" in line:
-                found[f"{function} {len(found)}"] = list(before)
-    return found
+    sources, source = set(), ""
+    listing = subprocess.run([tool, "-symbols", binary], capture_output=True, text=True, check=True).stdout
+    for line in listing.splitlines():
+        if line.startswith("Fatbin"):
+            source = ""
+        elif named := re.match(r"identifier = (\S+)", line):
+            source = Path(named[1]).name
+        elif DIVISION[kind].search(line):
+            sources.add(source)
+    return sources
 
 
 def fused_in(binary: Path, tool: Path, kernel: str) -> dict[str, int]:
@@ -108,7 +117,7 @@ def main(arguments: list[str]) -> int:
         return 2
     missing = 0
     for arch in architectures(library := Path(arguments[0]), tool):
-        counts = instructions(library, tool, arch)
+        counts = disassembled(library, tool).tensor_instructions[arch]
         missing += sum(counts[wanted] == 0 for wanted in EXPECTED.get(arch, []))
         print(f"{arch:8}  {'  '.join(f'{name} {counts[name]}' for name in sorted(counts)) or 'no tensor instructions'}")
     return int(missing > 0)

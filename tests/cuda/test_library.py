@@ -85,7 +85,7 @@ def test_every_architecture_multiplies_by_its_own_instructions(library):
     found = sass.architectures(library, tool)
     assert found
     for arch in found:
-        counts = sass.instructions(library, tool, arch)
+        counts = sass.disassembled(library, tool).tensor_instructions[arch]
         assert all(counts[wanted] > 0 for wanted in sass.EXPECTED[arch]), arch
 
 
@@ -103,7 +103,7 @@ def test_no_elementwise_kernel_divides_integers_of_64_bits(library):
 @disassembled
 @pytest.mark.parametrize("library", BUILT, ids=lambda path: path.parent.name)
 def test_kernels_touch_no_memory_before_they_have_waited_for_earlier_kernels(library):
-    found = sass.early_accesses(library, sass.cuobjdump())
+    found = sass.disassembled(library, sass.cuobjdump()).early_accesses
     assert bool(found) == any(arch != "sm_89" for arch in sass.architectures(library, sass.cuobjdump()))
     assert {name: accesses for name, accesses in found.items() if accesses} == {}
 

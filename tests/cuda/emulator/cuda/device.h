@@ -300,24 +300,28 @@ template <int E, class A, class B>
 void multiply_words(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const A& of_a,
                     const B& of_b) {
   struct Operands {
-    uint32_t a[4], b[2];
+    float a[4][E], b[2][E];
   };
   const int self = emulator::machine.running % 32;
-  Operands mine{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
-  const float4 sums = emulator::exchange(mine, [&](auto of) {
-    float4 out;
-    for (int e = 0; e < 4; ++e) {
-      const int row = self / 4 + e / 2 * 8, column = self % 4 * 2 + e % 2;
-      double sum = 0;
-      for (int k = 0; k < 8 * E; ++k) {
-        const int half = k / (4 * E), lane = k % (4 * E) / E;
-        const uint32_t from_a = of(row % 8 * 4 + lane).a[row / 8 + 2 * half];
-        const uint32_t from_b = of(column * 4 + lane).b[half];
-        sum += static_cast<double>(of_a(from_a, k % E)) * of_b(from_b, k % E);
+  Operands mine;
+  for (int i = 0; i < E; ++i) {
+    for (int word = 0; word < 4; ++word) mine.a[word][i] = of_a(a[word], i);
+    for (int word = 0; word < 2; ++word) mine.b[word][i] = of_b(b[word], i);
+  }
+  const float4 sums = emulator::exchange(mine, [&](const auto& of) {
+    double out[4] = {};
+    for (int part = 0; part < 8; ++part) {  // of K
+      const int half = part / 4, lane = part % 4;
+      const Operands &rows = of(self / 4 * 4 + lane), &left = of(self % 4 * 8 + lane);
+      const Operands& right = of(self % 4 * 8 + 4 + lane);
+      for (int i = 0; i < E; ++i) {
+        const double upper = rows.a[2 * half][i], lower = rows.a[2 * half + 1][i];
+        out[0] += upper * left.b[half][i], out[1] += upper * right.b[half][i];
+        out[2] += lower * left.b[half][i], out[3] += lower * right.b[half][i];
       }
-      (&out.x)[e] = static_cast<float>(sum);
     }
-    return out;
+    return float4{static_cast<float>(out[0]), static_cast<float>(out[1]), static_cast<float>(out[2]),
+                  static_cast<float>(out[3])};
   });
   for (int e = 0; e < 4; ++e) c[e] += (&sums.x)[e];
 }

@@ -3,12 +3,11 @@
 // come. Blocks run one after the other.
 #pragma once
 
-#include <ucontext.h>
-
 #include <cstdint>
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -16,6 +15,7 @@
 
 #include "races.h"
 #include "settings.h"
+#include "stack.h"
 
 struct dim3 {
   unsigned x, y, z;
@@ -47,12 +47,11 @@ struct Products {
 };
 
 struct Thread {
-  ucontext_t context;
+  Stack stack;
   void* fiber = nullptr;  // as ThreadSanitizer knows it
-  std::unique_ptr<char[]> stack = std::make_unique<char[]>(kStack);
   State state = State::done;
   std::vector<std::vector<Copy>> copies;  // by group; the last one is open
-  unsigned char slot[64];                 // what this lane gives to its warp
+  alignas(16) unsigned char slot[96];     // what this lane gives to its warp
   unsigned block_barriers = 0, warp_barriers = 0;
   bool has_waited = false;         // for earlier kernels
   std::vector<Products> products;  // by group; the last one is open
@@ -60,13 +59,12 @@ struct Thread {
   // What goes on by itself in the thread's name: accesses of products to its registers, and to shared memory.
   void *of_registers = nullptr, *of_memory = nullptr;
   char fence, proxy_fence;  // points in time
-  static constexpr size_t kStack = 256 * 1024;
 };
 
 struct Machine {
   std::vector<Thread> threads = std::vector<Thread>(1024);
   std::vector<unsigned char> shared = std::vector<unsigned char>(kMostShared + 1024);
-  ucontext_t scheduler;
+  Stack::Place scheduler;
   void *scheduler_fiber = nullptr, *earlier_fiber = nullptr;
   char start, finish, earlier;  // points in time, for ThreadSanitizer; `earlier`: what kernels before wrote
   bool early = false;           // the kernel was launched while those before it run
@@ -86,7 +84,7 @@ inline Machine machine;
 
 inline void to_scheduler() {
   races::before_switch_to(machine.scheduler_fiber);
-  swapcontext(&machine.self().context, &machine.scheduler);
+  switch_stack(machine.self().stack.place, machine.scheduler);
 }
 
 // The launch ends with this error: the thread does not go on.
@@ -179,7 +177,7 @@ inline void resume(int i) {
   machine.running = i;
   machine.thread_index = dim3(static_cast<unsigned>(i), 0, 0);
   races::before_switch_to(machine.self().fiber);
-  swapcontext(&machine.scheduler, &machine.self().context);
+  switch_stack(machine.scheduler, machine.self().stack.place);
 }
 
 // Lets threads [begin, end) pass if all that still run wait at `barrier`.
@@ -203,16 +201,13 @@ inline void start_thread(int i) {
   Thread& thread = machine.threads[static_cast<size_t>(i)];
   if (thread.fiber == nullptr) thread.fiber = races::new_fiber();
   thread.state = State::ready;
-  thread.copies.assign(1, {});
+  thread.copies.resize(1);
+  thread.copies[0].clear();
   thread.block_barriers = thread.warp_barriers = 0;
   thread.has_waited = thread.fenced = false;
-  thread.products.clear();
-  thread.products.emplace_back();
-  getcontext(&thread.context);
-  thread.context.uc_stack.ss_sp = thread.stack.get();
-  thread.context.uc_stack.ss_size = Thread::kStack;
-  thread.context.uc_link = nullptr;
-  makecontext(&thread.context, enter, 0);
+  thread.products.resize(1);
+  thread.products[0].issued.clear();
+  thread.stack.begin_with(enter);
 }
 
 // Every thread that can run runs once; whether one did.
@@ -278,11 +273,8 @@ auto exchange(const T& mine, const F& f) {
   const races::Unwatched bookkeeping;
   std::memcpy(machine.self().slot, &mine, sizeof(T));
   wait(State::at_warp_barrier);
-  const auto result = f([](int i) {
-    T value;
-    std::memcpy(&value, lane(i).slot, sizeof(T));
-    return value;
-  });
+  const auto result =
+      f([](int i) -> const T& { return *std::launder(reinterpret_cast<const T*>(lane(i).slot)); });
   wait(State::at_warp_barrier);
   return result;
 }
