@@ -308,14 +308,12 @@ def kv_scales(model_dir: Path | str, scales: Path | str | None = None) -> dict[i
     if state is not None and scales is None:
         check_agreement(checkpoint, state, str(path))
     owners = [f"model.layers.{layer}.self_attn" for layer in range(checkpoint.config.num_layers)]
-    if stray := [key for owner, key in checkpoint.cache_scales() if owner not in owners]:
-        raise ScalesError(f"{model_dir} holds {stray[0]}, the KV-cache scale of a layer that the model does not have.")
-    if (
-        stray := [key for key in state.tensors if _of_cache(key) and key.rpartition(".")[0] not in owners]
-        if state
-        else []
-    ):
-        raise ScalesError(f"{path} holds {stray[0]}, the KV-cache scale of a layer that the model does not have.")
+    stored = [(owner, key, model_dir) for owner, key in checkpoint.cache_scales()]
+    states = () if state is None else (key for key in state.tensors if key.endswith((".self_attn.k", ".self_attn.v")))
+    stored += [(key.rpartition(".")[0], key, path) for key in states]
+    if stray := [(key, place) for owner, key, place in stored if owner not in owners]:
+        key, place = stray[0]
+        raise ScalesError(f"{place} holds {key}, the KV-cache scale of a layer that the model does not have.")
     by_layer = {}
     for layer, owner in enumerate(owners):
         pair = _kv_pair(checkpoint, state, owner)
@@ -335,11 +333,6 @@ def cache_refusal(model_dir: Path | str, scales: Path | str | None = None) -> st
     except (ModelError, ScalesError) as refusal:
         return str(refusal)
     return None
-
-
-def _of_cache(name: str) -> bool:
-    """Whether a state is that of a layer's keys or values, and not of its FP8 attention, a module of its own."""
-    return name.endswith((".self_attn.k", ".self_attn.v"))
 
 
 def _kv_pair(checkpoint: Checkpoint, state: ScalingCheckpoint | None, owner: str) -> tuple[Tensor, Tensor] | None:
