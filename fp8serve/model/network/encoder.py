@@ -94,12 +94,15 @@ class Encoder(nn.Module):
         super().__init__()
         self.config = config
         with torch.device(device):
-            self.embeddings: nn.Module = Embeddings(config)
-            layers = [EncoderLayer(config) for _ in range(config.num_layers)]
-            self.encoder = nn.ModuleDict({"layer": nn.ModuleList(layers)})
+            self._add_layers(config)
             if config.head is not None:
                 self._add_head(len(config.head.labels))
         self.to(dtype)
+
+    def _add_layers(self, config: EncoderConfig) -> None:
+        self.embeddings: nn.Module = Embeddings(config)
+        layers = [EncoderLayer(config) for _ in range(config.num_layers)]
+        self.encoder = nn.ModuleDict({"layer": nn.ModuleList(layers)})
 
     def _add_head(self, labels: int) -> None:
         """The head, under the names of the files: BERT's reads the model's pooler, the others contain the same
