@@ -10,7 +10,7 @@ A browser asks again each time, and learns from the hash of a file's bytes that 
 
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from importlib.resources import files
 
 from fastapi import APIRouter, FastAPI, Request
@@ -107,7 +107,7 @@ def pages() -> APIRouter:
     return router
 
 
-def _page(content: bytes, media_type: str):  # type: ignore[no-untyped-def]
+def _page(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
     tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
     headers = {"Content-Security-Policy": CSP, "Cache-Control": "no-cache", "ETag": tag}
 

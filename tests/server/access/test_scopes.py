@@ -8,7 +8,7 @@ from starlette.types import Scope as Request
 
 from fp8serve.server.access.keys import SCOPES, Scope
 from fp8serve.server.access.scopes import OPENED_BY, WITH_ANY_KEY, generates, opens
-from fp8serve.server.app import ROUTES
+from fp8serve.server.app import ROUTES, pages
 from fp8serve.server.http.scope import OPEN_PATHS
 from tests.server.access.files import bearer, key_of, one_for_each_scope
 from tests.server.conftest import Start
@@ -18,7 +18,8 @@ CLOSED = ["/nope", "/finetune/x/y", "/v1", "/v1/", "/v1//models", "/generate/", 
 
 def routes() -> list[tuple[str, str]]:
     """Every method and path that a router of ours answers."""
-    found = ((route, method) for module in ROUTES for route in module.router.routes for method in route.methods)
+    routers = (*(module.router for module in ROUTES), pages())
+    found = ((route, method) for router in routers for route in router.routes for method in route.methods)
     return sorted({(method, route.path) for route, method in found if route.path not in OPEN_PATHS})
 
 
