@@ -206,3 +206,59 @@ def test_a_conversation_of_many_turns_costs_a_few_renderings(monkeypatch: pytest
     monkeypatch.setattr(ChatTemplate, "render", lambda *a, **k: next(count) == -1 or real(*a, **k))
     assert len(words(unmarked(QWEN3), messages(("no", " </think>no ") * 300))) == 300
     assert 3 < next(count) <= 10
+
+
+HARMONY_CALLS = (
+    "{% set last = namespace(name='') %}{% for m in messages %}"
+    "{% if m.tool_calls %}{% set c = m.tool_calls[0].function %}"
+    "{% if m.thinking and not messages[-1].content %}"
+    "<|start|>assistant<|channel|>analysis{{ m.thinking }}<|end|>{% endif %}"
+    "<|start|>assistant to={{ c.name }}<|message|>{{ c.arguments | tojson }}<|call|>{% set last.name = c.name %}"
+    "{% elif m.role == 'assistant' %}<|start|>assistant<|message|>{{ m.content }}<|return|>"
+    "{% elif m.role == 'tool' %}<|start|>{{ last.name }} to=assistant<|message|>{{ m.content }}<|end|>"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+HARMONY_MARKERS = Markers(
+    frozenset({"<|return|>", "<|call|>"}),
+    frozenset({"<|return|>", "<|call|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>"}),
+)
+
+
+def harmony_call(count: int = 1, arguments: dict[str, str] | None = None, **more: str) -> Message:
+    function = {"name": "find", "arguments": {"x": "no"} if arguments is None else arguments}
+    return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}] * count, **more}
+
+
+def test_a_name_that_the_template_repeats_before_the_result_is_not_learnt() -> None:
+    """As TRL's template for gpt-oss marks them, but for the generation prompt, which a server writes."""
+    user, result = {"role": "user", "content": "find"}, {"role": "tool", "content": "find"}
+    answer = {"role": "assistant", "content": "no"}
+    called, said = ' to=find<|message|>{"x": "no"}<|call|>', "<|message|>no<|return|>"
+    thought = "<|channel|>analysishm<|end|><|start|>assistant" + called
+    thinking = harmony_call(thinking="hm")
+    for row, marked in (
+        ([user, harmony_call()], [called]),
+        ([user, harmony_call(), result, answer], [called, said]),
+        ([user, harmony_call(), result, harmony_call(), result, answer], [called, called, said]),
+        ([user, harmony_call(arguments={}), result, answer], [" to=find<|message|>{}<|call|>", said]),
+        ([user, thinking], [thought]),
+        ([user, thinking, result, answer], [called, said]),
+        ([user, thinking, result, thinking], [thought, thought]),
+    ):
+        assert words(HARMONY_CALLS, row, HARMONY_MARKERS) == marked
+
+
+def test_a_call_that_the_template_leaves_out_is_refused() -> None:
+    with pytest.raises(RequestError, match="writes only the first call of message 1"):
+        words(HARMONY_CALLS, [CHAT[0], harmony_call(count=2)], HARMONY_MARKERS)
+
+
+def test_a_name_at_both_ends_of_a_call_is_learnt_twice() -> None:
+    source = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "<{{ c.function.name }}></{{ c.function.name }}>{% endfor %}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    row = [CHAT[0], harmony_call(content="", arguments={}), *CHAT[2:]]
+    assert words(source, row) == ["<find></find></s>", "no</s>"]

@@ -15,8 +15,8 @@ such as Qwen3's empty reasoning. In a template without a generation prompt it be
 with the text that the template writes after every turn, up to the first end-of-sequence token and without white space
 after it: a server stops there, so nothing further is learnt. If the template ends the last turn otherwise than earlier
 ones (gpt-oss: `<|return|>` and `<|end|>`), an earlier turn ends with the mark that ends other roles' messages. A turn
-that calls tools must begin with exactly the generation prompt. Cost: three to ten renderings of a conversation, and two
-more for a turn with calls.
+that calls tools must begin with exactly the generation prompt. Cost: three to ten renderings of a conversation, and
+three or four more for a turn with calls.
 """
 
 import json
@@ -108,9 +108,11 @@ def _without(view: "_View | None", skip: Collection[int], text: str, spans: list
 
 @dataclass(frozen=True)
 class _Piece:
-    """Text of message `owner`, at [start, end) of the rendering. lead: the template's own constants before it."""
+    """Text of message `owner`, at [start, end) of the rendering. number: its stand-in's, lead: the template's own
+    constants before it."""
 
     owner: int
+    number: str
     start: int
     end: int
     lead: str
@@ -205,7 +207,7 @@ def _view(
         written = next((w for w in _writings(core) if text.startswith(w + literal, position)), None)
         if written is None:
             return None
-        pieces.append(_Piece(owner, position, position + len(written), lead))
+        pieces.append(_Piece(owner, number, position, position + len(written), lead))
         position += len(written) + len(literal)
     return _View(text, pieces, parts[-1], dummies, writer.pattern) if position == len(text) else None
 
@@ -250,6 +252,8 @@ class _Turns:
             own = [k for k, piece in enumerate(self._view.pieces) if piece.owner == number]
             if number in skip:
                 continue
+            if own and self._messages[number].get("tool_calls"):
+                own = self._without_repetitions(number, own)
             if not own or own != list(range(own[0], own[-1] + 1)):
                 raise RequestError(
                     f"The model's chat template leaves message {number}, the assistant's, out or takes it apart; leave "
@@ -282,6 +286,22 @@ class _Turns:
             return begin + first.end()
         mark = self._special.match(self._alike(literal, self._others_closing))
         return begin + mark.end() if mark else stop
+
+    def _without_repetitions(self, number: int, own: list[int]) -> list[int]:
+        """The pieces of message `number`, which calls tools, up to its end: gpt-oss repeats the name of a called
+        function before the result."""
+        dummies, calls = self._view.dummies[: number + 1], self._view.dummies[number]["tool_calls"]
+        text = self._render(dummies, add_generation_prompt=False)
+        fewer = [*dummies[:-1], dummies[-1] | {"tool_calls": calls[:1]}]
+        if len(calls) > 1 and self._render(fewer, add_generation_prompt=False) == text:
+            raise RequestError(
+                f"The model's chat template writes only the first call of message {number}; give each call a message "
+                "of its own."
+            )
+        written = self._view.pattern.findall(text)
+        same = [i for i, k in enumerate(own) if written[-1:] == [self._view.pieces[k].number]]
+        end = same[: written.count(written[-1])][-1] if same else len(own) - 1
+        return own[: end + 1]
 
     def _around_calls(self, number: int, first: int, last: int) -> Span:
         """The text that message `number` adds to the conversation before it, up to an end-of-sequence token."""
