@@ -1,4 +1,7 @@
-"""Linears that read the same input, which is one tensor under several names: it is shown under the first."""
+"""The findings of a report of a calibration or an evaluation: what needs attention, as sentences.
+
+Linears that read the same input are listed once, under the first one's name.
+"""
 
 import math
 import re

@@ -1,12 +1,12 @@
-"""Healing: trains an FP8 model for some hundred steps towards its own output in high precision.
+"""Healing: trains an FP8 model for a few hundred steps towards its own output in high precision.
 
     loss      KL(reference || FP8 model) of the next token, on the calibration text, over the whole vocabulary
     forward   and backward under the recipe itself, as in training: every step rounds what serving will round
     weights   those of the linears, as FP32 masters; embeddings and norms stay what they are
 
 The reference is the same directory, mapped a second time: its weights take no memory of their own. Delayed scaling
-continues from the calibrated states, and its final state is served: the scales of the last step, and weights rounded by
-them once more.
+continues from the calibrated states. The served model has the scales of the last step, and its weights are quantized
+again with them.
 """
 
 import math

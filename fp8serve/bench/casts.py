@@ -4,8 +4,8 @@ Two things are compared, for every op that casts and every instruction-set level
 
 * the cast: each value by scale 1, and by a scale that is no power of two, where `x * scale` is rounded before the cast.
   A kernel multiplies in FP32 and casts the product, so the values at scale 1 are all the products there can be;
-* the scale: each value as the amax of a row of its own, rounded down to a power of two or not: FP8 value and scale_inv.
-  An amax has no sign, so the negative half of the values is left out there.
+* the scale: each value is a row of one element, and its FP8 value and scale_inv are compared, with and without
+  power-of-two scales. An amax has no sign, so the negative half of the values is left out there.
 
 `stratified()` is 2^24 FP32 values that leave out no sign, no exponent and no rounding boundary; `every(FP32)` is all
 2^32, in the order of their bits, four million at a time, so that memory does not matter. All BF16 and FP16 values are
@@ -13,8 +13,8 @@ always included. Kernels that compute something before the cast (a norm, a gated
 result is exact, so that their casts see the same values.
 
 A NaN's bits must be the reference's too, sign included. The exceptions are a NaN that arithmetic made before the cast,
-whose sign IEEE does not define and torch rounds to BF16 otherwise than we do, and a NaN in FP16 on a GPU, whose
-instruction from FP16 to FP32 forgets the sign.
+whose sign IEEE does not define and which torch and our kernels convert to BF16 differently, and a NaN in FP16 on a GPU,
+whose instruction from FP16 to FP32 forgets the sign.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -154,7 +154,7 @@ class Finding:
     target: str
     values: int = 0
     differing: int = 0
-    first: str | None = None  # the first value that differs, in hexadecimal bits
+    first: str | None = None  # describes the first chunk of values that has a difference
 
     def see(self, x: Tensor, wrong: int) -> None:
         self.values += x.numel()

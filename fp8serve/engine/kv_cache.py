@@ -103,7 +103,7 @@ class BlockPool:
             self._forget_coming(seq, key)
 
     def release(self, seq: Sequence) -> None:
-        """Takes all blocks from `seq`; its published ones stay findable until they are needed, the last first."""
+        """Takes all blocks from `seq`; the published ones stay in the prefix cache until evicted, the last first."""
         for block in reversed(seq.block_table):
             self._drop(block)
         for key in seq.block_hashes[seq.num_computed // self.block_size :]:
@@ -119,8 +119,8 @@ class BlockPool:
         return len(seq.block_table) * self.block_size
 
     def mark_drafted(self, seq: Sequence, start: int, end: int) -> None:
-        """Records that the draft model has computed tokens [start, end) of `seq`, and those before. They are the
-        sequence's own, so a sequence that shares a block later shares these, too."""
+        """Records that the draft model has computed tokens [start, end) of `seq`; all earlier ones must be recorded
+        already. Only accepted tokens are recorded, so a sequence that shares a block can reuse them."""
         for index in range(start // self.block_size, self._blocks_for(end)):
             block = seq.block_table[index]
             filled = min(self.block_size, end - index * self.block_size)
@@ -133,8 +133,8 @@ class BlockPool:
         return [(key, block) for block in blocks if (key := self._hashes[block]) is not None]
 
     def restore(self, hashes: Items[bytes]) -> list[int]:
-        """Publishes the first of `hashes`, the most recently used first, in a pool that was never used; returns the
-        blocks, which the caller fills."""
+        """Publishes as many of `hashes` as there are blocks, the most recently used first, in a pool that was never
+        used; returns the blocks, which the caller fills."""
         blocks = list(range(min(self.num_blocks, len(hashes))))
         for key, block in zip(hashes, blocks, strict=False):
             self._published[key], self._hashes[block] = block, key

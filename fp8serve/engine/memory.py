@@ -1,9 +1,9 @@
 """How long a sequence may be and how many cache blocks there are, from the model, the options and the free memory.
 
-On a CPU this is known before the weights are read: they are mapped, and need room to stay in memory. On a GPU it is
-measured once they are loaded: the free memory, less what must stay free for others (`gpu_memory` is the share of all
-its memory that this process may use), less what the largest step takes, which is run once to measure it. Graphs keep
-memory of their own, no more than such a step, and are counted as another one. The rest becomes the cache.
+On a CPU this is known before the weights are read: they are memory-mapped and must stay in the page cache. On a GPU it
+is measured once they are loaded: the free memory, less what must stay free for others (`gpu_memory` is the share of all
+its memory that this process may use), less what the largest step takes, which is run once to measure it. CUDA
+graphs take at most as much memory again, so the step is counted twice. The rest becomes the cache.
 """
 
 from collections.abc import Callable
@@ -165,8 +165,8 @@ def largest_step(model: Model, options: EngineOptions) -> Tensor:
     """Runs a step with the largest number of tokens and sequences; every sequence samples and needs log-probabilities.
 
     Returns the log-probabilities, FP32 [sequences, vocab], which the sampler (sampler.py) holds while it draws from a
-    copy of the rows. Attention is left out: it needs a fixed amount (ATTENTION_PARTS) and its output, for which
-    the query is returned.
+    copy of the rows. Attention is replaced by a copy of the query, which has the size of its output; its workspace is
+    the constant ATTENTION_PARTS.
     """
     device = cast(Tensor, model.head.weight).device
     tokens = torch.zeros(options.step_tokens, dtype=torch.long, device=device)

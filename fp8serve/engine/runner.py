@@ -192,7 +192,7 @@ class Runner:
 
     @contextmanager
     def _counting(self, live_rows: Tensor) -> Iterator[None]:
-        """Within it, FP8 layers count only the first `live_rows` rows of their inputs."""
+        """Within it, FP8 layers leave the rows behind the first `live_rows` (padding) out of their statistics."""
         frozen = [layer for layer in self.model.modules() if isinstance(layer, FrozenLinear)]
         for layer in frozen:
             layer.live_rows = live_rows

@@ -249,7 +249,8 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _yield_to_newcomer(self) -> None:
-        """Makes the first in line with less than its share the next; at most one sequence gives up its place for it."""
+        """Moves the first waiting sequence whose tenant or group is below its share to the head of the line, and
+        preempts at most one sequence for it."""
         tenants = Counter(seq.tenant for seq in self.running)
         groups = Counter(seq.group for seq in self.running)
         for seq in self.waiting.newcomers():
@@ -264,9 +265,9 @@ class Scheduler:
         return len(self.running) < self.max_num_seqs and self.pool.fits(seq, reserve=len(self.running))
 
     def _victim_for(self, seq: Sequence, tenants: Counter[str], groups: Counter[tuple[str, str]]) -> Sequence | None:
-        """The youngest sequence of the largest group of a tenant that runs at least two more than that of `seq`. If
-        there is none and the group of `seq` runs nothing: that of its own tenant, if the group runs at least two. It is
-        never the oldest sequence of all.
+        """The sequence to preempt for `seq`, or None. If the busiest tenant runs at least two sequences more than that
+        of `seq`: the youngest of that tenant's largest group. Otherwise, if the group of `seq` runs nothing: the
+        youngest of its own tenant's largest group, if that runs at least two. Never the oldest sequence of all.
         """
         largest, most = max(tenants.items(), key=lambda item: item[1], default=("", 0))
         if most >= tenants[seq.tenant] + 2:

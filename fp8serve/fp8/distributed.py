@@ -15,11 +15,11 @@ earlier.
 
 Two rows of WIDTH numbers, the header of each rank, travel with every collective, and their maxima come back:
 
-    [this rank expects a backward pass, it expects none, this is the end of a context, of a backward pass]
+    flags, 0 or 1: [expects backward, expects no backward, is at the end of autocast, at the end of backward]
     [one more than the highest position that ever staged an amax here, 0, 0, 0]
 
-So no rank decides about a collective by what it knows alone. The maxima apply from the next collective on, on all ranks
-alike; on a GPU they are read then, long after they have arrived. Only the first collective is waited for. It shows at
+So no rank decides about a collective by what it knows alone. All ranks apply the maxima at the next collective; on a
+GPU they are copied asynchronously and read at that point. Only the first collective is waited for. It shows at
 once whether a model has more than MIN_POSITIONS modules, so that no rank leaves any of them out of its first update.
 """
 

@@ -251,7 +251,7 @@ def delayed(recipe: Recipe | None) -> DelayedScaling | None:
 
 
 def reduced(recipe: Recipe | None, by_group: bool) -> Recipe | None:
-    """The recipe for a run of the whole default process group, or of this process alone whatever groups there are."""
+    """Delayed recipes: a copy whose amaxes are reduced over the default process group, or stay local. Others: as is."""
     return replace(recipe, reduce_amax=by_group) if isinstance(recipe, DelayedScaling) else recipe
 
 

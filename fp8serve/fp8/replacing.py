@@ -2,8 +2,8 @@
 
 torch keeps a module's tensors, children and hooks in dictionaries. Code that has joined tensors of many modules must
 know before every call whether they are still in place. Checking takes longer the more modules there are, because their
-objects are no longer in the processor's caches when a step of decoding begins. What notes every change needs a check
-only after a change.
+objects are no longer in the processor's caches when a step of decoding begins. These classes record every change, so
+the caller checks only after one.
 """
 
 from collections import OrderedDict

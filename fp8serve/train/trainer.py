@@ -298,7 +298,7 @@ class _Run:
         return ranks.by_first(lambda: self._finished(chosen, result))
 
     def go_back(self, why: str) -> int:
-        """See `returning.go_back`."""
+        """See `recovery.go_back`."""
         again = self.came_back and self.course.progress.step <= self.began
         return go_back(self.course, self.saving, why, again=again)
 

@@ -117,7 +117,7 @@ declare(
     " str kernel, int swizzle) -> Tensor",
     kernels=("cuda",),
 )
-# Switches kernels of products off on a GPU (csrc/cuda/gemm_switches.h); what they then call when none is left.
+# Disables the named GEMM kernels on a GPU (csrc/cuda/gemm_switches.h). If all are disabled, products call the next op.
 declare("gemm_kernels(Tensor here, str off) -> str", kernels=("cuda",))
 declare(
     "scaled_mm_by_reference(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias,"

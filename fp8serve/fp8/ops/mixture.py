@@ -45,9 +45,9 @@ def choose_experts(
 ) -> tuple[Tensor, Tensor]:
     """logits [T, E] -> (chosen [T, count], weights [T, count] of `dtype`), by logits, or by sigmoids + correction [E].
 
-    Experts of equal scores come in their order, NaN comes first. Experts are `groups` of neighbours, of which a token
-    keeps the best `kept`: groups are as good as their best expert, or by sigmoids as their best two. The weights are
-    those of `weigh`.
+    Experts of equal scores come in their order, NaN comes first. Experts form `groups` of adjacent experts; each token
+    is routed within its best `kept` groups. The score of a group is that of its best expert, or with sigmoids the sum
+    of its best two. The weights are those of `weigh`.
     """
     by = logits.float()
     if scores == Scores.SIGMOID:
@@ -172,7 +172,7 @@ define(
 
 
 def add_weighted(outputs: Tensor, places: Tensor, weights: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """said [T * k, N], places [T * k] and weights [T, k], of said's type or FP32 -> [T, N] of `dtype`, None: said's.
+    """outputs [T * k, N], places [T * k], weights [T, k] in outputs.dtype or FP32 -> [T, N]; dtype: outputs.dtype.
 
     The terms of a token are added in the order of the experts. Each is rounded, and so is every sum.
     """
