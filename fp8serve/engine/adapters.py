@@ -1,6 +1,6 @@
 """The adapters that an engine has loaded beside its model, by name: LoRA and DoRA, several in one batch.
 
-A request names one; the rows of its sequence then run with it, and those of others do not (fp8/beside.py). A name
+A request names one; the rows of its sequence run with it, others do not (fp8/served_adapters.py). A name
 stands for one adapter at a time. An adapter that was unloaded stays until its last sequence has ended; meanwhile its
 name may stand for another, because sequences keep the adapter with which they began. The prefix cache identifies
 adapters by their contents, on disk as well.

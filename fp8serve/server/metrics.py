@@ -291,7 +291,7 @@ LAYERS = (
     ),
     Reported(
         "drift", GaugeMetricFamily, "layer_drift_ratio",
-        "Its largest input of the last window, times the calibrated one",
+        "Its largest input in the last window, divided by the calibrated maximum",
     ),
 )  # fmt: skip
 

@@ -151,8 +151,6 @@ def last_line(path: Path) -> str:
     return lines[-1] if lines else ""
 
 
-log = logging.getLogger("fp8serve.server")
-
 WORKER = module_command("fp8serve.train.job_process")
 CANCEL_SECONDS = 60.0
 ERROR_SECONDS = 5.0

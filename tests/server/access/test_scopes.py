@@ -19,8 +19,8 @@ CLOSED = ["/nope", "/finetune/x/y", "/v1", "/v1/", "/v1//models", "/generate/", 
 def routes() -> list[tuple[str, str]]:
     """Every method and path that a router of ours answers."""
     routers = (*(module.router for module in ROUTES), pages())
-    found = ((route, method) for router in routers for route in router.routes for method in route.methods)
-    return sorted({(method, route.path) for route, method in found if route.path not in OPEN_PATHS})
+    pairs = ((route, method) for router in routers for route in router.routes for method in route.methods)
+    return sorted({(method, route.path) for route, method in pairs if route.path not in OPEN_PATHS})
 
 
 def request(method: str, path: str) -> Request:
