@@ -1,11 +1,12 @@
 """A directory is there whole or not at all, whatever happens in between."""
 
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from fp8serve.errors import DataError, MachineError, ModelError
-from fp8serve.model.storage.files import read_json, whole_directory, write_json
+from fp8serve.model.storage.files import MAX_CARRIED_BYTES, read_file, read_json, whole_directory, write_json
 
 
 def test_directory_appears_complete(tmp_path: Path) -> None:
@@ -75,3 +76,17 @@ def test_huge_json_is_not_read(tmp_path: Path) -> None:
         file.truncate(100 * 2**20)
     with pytest.raises(ModelError, match="larger than 64 MiB"):
         read_json(tmp_path / "a.json")
+
+
+def test_memory_is_allocated_for_the_file_and_not_for_the_limit(tmp_path: Path) -> None:
+    """Tokenizers are read in processes whose memory is limited."""
+    file = tmp_path / "tokenizer.json"
+    file.write_bytes(content := b"0123456789" * 300_000)
+    tracemalloc.start()
+    try:
+        assert read_file(file, MAX_CARRIED_BYTES) == content
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(content)
+    finally:
+        tracemalloc.stop()
+    with pytest.raises(ModelError, match="too large|larger than|more than"):
+        read_file(file, len(content) - 1, ModelError)

@@ -27,6 +27,7 @@ from fp8serve.model.storage.opening import open_member, too_large
 if TYPE_CHECKING:
     from torch import Tensor
 
+PIECE_BYTES = 1024 * 1024
 MAX_JSON_BYTES = 64 * 1024 * 1024  # the index of the largest published model is 1 % of this
 _FLOAT = "__float__"
 _FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
@@ -45,14 +46,16 @@ def present(path: Path) -> bool:
 
 def read_file(path: Path, limit: int, error: type[Fp8ServeError] = TakenError, root: Path | None = None) -> bytes:
     """The content of a file that `open_member` opens."""
+    content = bytearray()  # read in pieces: `read` allocates as much as it is asked for, and memory may be limited
     with open_member(path, limit, error, root) as file:
         try:
-            content = file.read(limit + 1)
+            while piece := file.read(min(PIECE_BYTES, limit + 1 - len(content))):
+                content += piece
         except OSError as e:
             raise error(f"{path} cannot be read: {e.strerror or e}.") from None
     if len(content) > limit:
         raise too_large(path, limit, error)
-    return content
+    return bytes(content)
 
 
 def read_text(path: Path, limit: int, error: type[Fp8ServeError] = TakenError, root: Path | None = None) -> str:

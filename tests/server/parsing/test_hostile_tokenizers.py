@@ -49,7 +49,7 @@ async def test_a_hostile_tokenizer_is_refused_or_right(start: Start, settings: S
         default = server.state.models.default
         await eventually(lambda: default.ready or default.state == "failed", "a decision")
         assert (await server.client.get("/health/live")).status_code == 200
-        assert (default.state == "failed") == (case.outcome == "file")
+        assert (default.state == "failed") == (case.outcome == "file"), default.problem
         if case.outcome == "file":
             assert isinstance(default.problem, ModelError)
             assert "tokenizer.json" in str(default.problem)
