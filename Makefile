@@ -23,6 +23,8 @@ SEEDS ?= $(shell for run in 1 2 3 4 5 6 7 8 9 10; do echo $$((RANDOM * 32768 + R
 # Without what takes more than about two seconds where a quicker test of the subject is left (CONTRIBUTING.md), and without
 # the emulated GPU, which takes a minute and a half of one core to compile.
 QUICK = not emulator and (smoke or not (slow or exhaustive or distributed or browser))
+# Of make test: seconds of tests, by tests/durations.json, that run; empty for all.
+TEST_SECONDS ?= 360
 DEMO_ARGS ?=
 # The CUDA kernels: of make wheel ON, OFF or AUTO (where torch has CUDA), and the architectures, "89;90a;100f;120f".
 FP8SERVE_CUDA ?=
@@ -105,18 +107,18 @@ demo: setup ## the whole main job, offline: calibrate, serve, fine-tune over HTT
 	$(BIN)/fp8serve demo $(DEMO_ARGS)
 
 test: setup ## the tests that a person waits for; PYTEST_ARGS="tests/fp8 -k saturate" for some of them
-	$(PYTEST) -m "$(QUICK)" --pairwise $(PYTEST_ARGS)
+	$(PYTEST) -m "$(QUICK)" --pairwise $(if $(TEST_SECONDS),--within $(TEST_SECONDS)) $(PYTEST_ARGS)
 
 # MAIN: the branch that a change is compared with; without it, or on it, every family of tests runs.
 MAIN ?= $(shell git rev-parse --verify --quiet origin/main >/dev/null && echo origin/main || echo main)
 test-changed: setup ## the tests that a change needs: pairs of sweeps, and long families where their files differ from main
-	$(PYTEST) --pairwise --changed-since $(MAIN) --file-durations build/durations.json $(PYTEST_ARGS)
+	$(PYTEST) --pairwise --changed-since $(MAIN) --durations-file build/durations.json $(PYTEST_ARGS)
 
 test-all: setup ## every test
 	$(PYTEST) $(PYTEST_ARGS)
 
-durations: setup ## run the tests, pairs of sweeps, and write tests/durations.json, the seconds of each file
-	$(PYTEST) --pairwise --file-durations tests/durations.json $(PYTEST_ARGS)
+durations: setup ## run the tests, pairs of sweeps, and write tests/durations.json, how long they take
+	$(PYTEST) --pairwise --durations-file tests/durations.json $(PYTEST_ARGS)
 
 # Without extras, and without the packages of development: what a user has after `pip install fp8serve`.
 test-wheel: wheel ## install the built wheel in an empty environment, and do the main job there

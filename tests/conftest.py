@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.durations import FileDurations
+from tests.durations import Durations
 from tests.selection import (  # noqa: F401 (hooks of pytest)
     add_options,
     pytest_collection_modifyitems,
@@ -42,12 +42,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     add_options(parser)
-    parser.addoption("--file-durations", metavar="FILE", help="write the seconds of each file of tests as JSON")
+    parser.addoption("--durations-file", metavar="FILE", help="write how long tests take as JSON")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.option.file_durations and not hasattr(config, "workerinput"):  # under xdist one process reports
-        config.pluginmanager.register(FileDurations(Path(config.option.file_durations)))
+    if config.option.durations_file and not hasattr(config, "workerinput"):  # under xdist one process reports
+        config.pluginmanager.register(Durations(Path(config.option.durations_file)))
 
 
 @pytest.fixture(autouse=True)

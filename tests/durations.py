@@ -1,7 +1,8 @@
-"""How long each file of tests takes: `--file-durations FILE` writes it, and prints the slowest files.
+"""How long tests take: `--durations-file FILE` records it, and prints the slowest files.
 
-`make durations` runs everything and writes tests/durations.json, which tests/test_durations.py reads. Seconds are those
-that tests and their fixtures waited, whatever else the machine did meanwhile: compare files, not machines.
+`make durations` runs everything and writes tests/durations.json: of each file its seconds and, of test functions that
+take long, the mean seconds of one case, fixtures included. tests/test_durations.py reads the first and
+tests/selection.py the second. Seconds depend on what else the machine did: compare files, not machines.
 """
 
 import json
@@ -12,29 +13,40 @@ from typing import Any
 import pytest
 
 SHOWN = 40
+MIN_SECONDS = 0.1  # mean seconds of a case from which on a function is listed
 
 
-class FileDurations:
+class Durations:
     """A plugin of pytest, registered in the process that reports."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.seconds: Counter[str] = Counter()
+        self.seconds: Counter[str] = Counter()  # by function
+        self.cases: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.seconds[report.nodeid.partition("::")[0]] += report.duration  # type: ignore[assignment]
+        function = report.nodeid.partition("[")[0]
+        self.seconds[function] += report.duration  # type: ignore[assignment]
+        self.cases[function] += report.when == "setup"
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        total = max(sum(self.seconds.values()), 1e-9)
-        record = {file: round(seconds, 1) for file, seconds in sorted(self.seconds.items())}
+        files: Counter[str] = Counter()
+        for function, seconds in self.seconds.items():
+            files[function.partition("::")[0]] += seconds  # type: ignore[assignment]
+        total = max(sum(files.values()), 1e-9)
+        means = {function: self.seconds[function] / cases for function, cases in sorted(self.cases.items()) if cases}
+        record = {
+            "files": {file: round(seconds, 1) for file, seconds in sorted(files.items())},
+            "cases": {function: round(mean, 2) for function, mean in means.items() if mean >= MIN_SECONDS},
+        }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(record, indent=1) + "\n")
-        terminalreporter.section(f"the {SHOWN} slowest of {len(record)} files, of {total:.0f} s")
-        for file, seconds in self.seconds.most_common(SHOWN):
+        terminalreporter.section(f"the {SHOWN} slowest of {len(files)} files, of {total:.0f} s")
+        for file, seconds in files.most_common(SHOWN):
             terminalreporter.write_line(f"{seconds:8.1f} s {seconds / total:6.1%}  {file}")
 
 
-def too_slow(record: dict[str, float], most: float) -> dict[str, float]:
-    """Files that take more than the share `most` of the whole, with their shares."""
-    total = sum(record.values())
-    return {file: seconds / total for file, seconds in record.items() if seconds > most * total}
+def too_slow(files: dict[str, float], most: float) -> dict[str, float]:
+    """Returns the files that take more than the share `most` of the whole, with their shares."""
+    total = sum(files.values())
+    return {file: seconds / total for file, seconds in files.items() if seconds > most * total}

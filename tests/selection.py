@@ -7,15 +7,18 @@
   tests of each axis alone are elsewhere, such as recipes and architectures.
 * With `--changed-since REF`, a family of FAMILIES runs in full only where a file of it, or a helper of the tests,
   differs from the common ancestor with REF; else its tests marked `smoke`. If git cannot tell, every family runs.
+* With `--within SECONDS`, tests run in the order of their recorded seconds (tests/durations.json) while their sum fits;
+  tests marked `smoke`, and functions that nothing is recorded of, always run.
 
 The summary has the number of tests that each rule left out, and of those that -m left out, by their mark.
 """
 
 import itertools
+import json
 import re
 import subprocess
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -24,6 +27,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+RECORD = ROOT / "tests/durations.json"
 LONG_MARKS = ("emulator", "distributed", "browser", "exhaustive", "slow")
 REASON = pytest.StashKey[str]()
 LEFT_OUT = pytest.StashKey[Counter[str]]()
@@ -91,6 +95,27 @@ def outside_pairs(items: Iterable[pytest.Item]) -> list[pytest.Item]:
         chosen = set(covering(axes(sweep), strength))
         left_out += [item for index, item in enumerate(sweep) if index not in chosen]
     return left_out
+
+
+# --- what a person waits for ------------------------------------------------------------------------------------------
+
+
+def too_expensive(items: Sequence[pytest.Item], seconds: float, means: Mapping[str, float]) -> list[pytest.Item]:
+    """Returns the items to leave out so that the rest takes at most `seconds`: all cases of the slowest functions.
+
+    means: the mean seconds of a case of each function; of others, a hundredth is assumed.
+    """
+
+    def cost(item: pytest.Item) -> float:
+        return means.get(item.nodeid.partition("[")[0], 0.01)
+
+    others = [i for i in items if i.nodeid.partition("[")[0] in means and not i.get_closest_marker("smoke")]
+    others.sort(key=cost)
+    fixed = sum(map(cost, items)) - sum(map(cost, others))
+    sums = itertools.accumulate(map(cost, others), initial=fixed)
+    total_at = dict(zip([0.0, *map(cost, others)], sums, strict=True))  # by cost, with everything that costs no more
+    most = max((each for each, total in total_at.items() if total <= seconds), default=0.0)
+    return [item for item in others if cost(item) > most]
 
 
 # --- what changed -----------------------------------------------------------------------------------------------------
@@ -171,6 +196,7 @@ def unchanged_families(changed: Sequence[str]) -> list[str]:
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("selection", "which tests run (tests/selection.py)")
     group.addoption("--pairwise", action="store_true", help="sweeps marked pairwise: every pair of values, not all")
+    group.addoption("--within", metavar="SECONDS", type=float, help="the quickest tests, by tests/durations.json")
     group.addoption("--changed-since", metavar="REF", help="long families in full only where their files changed")
 
 
@@ -189,6 +215,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         leave_out([item for item in items if item.get_closest_marker("gpu")], "need a CUDA device (make gpu)")
     if config.option.pairwise:
         leave_out(outside_pairs(items), "of sweeps, every pair of whose values is tested")
+    if config.option.within and RECORD.exists():
+        means = json.loads(RECORD.read_text())["cases"]
+        leave_out(too_expensive(items, config.option.within, means), "take longest")
     if config.option.changed_since and (changed := changed_files(config.option.changed_since)) is not None:
         folders = tuple(str(ROOT / family) for family in unchanged_families(changed))
         families = [item for item in items if str(item.path).startswith(folders) and folders]

@@ -5,14 +5,16 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests import selection
-from tests.selection import EVERYTHING, FAMILIES, changed_files, covering, name_axes, unchanged_families
+from tests.selection import EVERYTHING, FAMILIES, changed_files, covering, name_axes, too_expensive, unchanged_families
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -68,6 +70,25 @@ def test_pairwise_runs_less_of_a_sweep_and_never_what_is_skipped_instead(tmp_pat
         rows = [tuple(line.split()[1:]) for line in done.stdout.splitlines() if "ran" in line]
         assert len(rows) == count, done.stdout
         assert len(pairs([row[-3:] for row in rows])) == 12
+
+
+@dataclass
+class Item:
+    """A test as `too_expensive` sees it."""
+
+    nodeid: str
+
+    def get_closest_marker(self, name: str) -> bool:
+        return f"_{name}" in self.nodeid
+
+
+def test_the_quickest_functions_run_with_all_their_cases() -> None:
+    names = ["slow", *(f"quick[{case}]" for case in range(4)), "smoke", "new"]
+    items: Any = [Item(f"test_it.py::test_{name}") for name in names]
+    means = {"test_it.py::test_slow": 2.0, "test_it.py::test_quick": 0.5, "test_it.py::test_smoke": 3.0}
+    for seconds, left_out in ((2, names[:5]), (4.9, names[:5]), (5.1, ["slow"]), (9, [])):
+        chosen = [item.nodeid.removeprefix("test_it.py::test_") for item in too_expensive(items, seconds, means)]
+        assert chosen == sorted(left_out, key=lambda name: name == "slow")
 
 
 def test_a_family_runs_where_one_of_its_files_changed() -> None:
