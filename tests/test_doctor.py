@@ -102,7 +102,7 @@ def test_a_data_directory_that_cannot_be_written_is_a_problem(
 
 
 def test_a_full_disk_is_a_problem(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "_LEAST_DISK", 1 << 60)
+    monkeypatch.setattr(doctor, "_MIN_FREE_DISK_BYTES", 1 << 60)
     assert main(["doctor"]) == 1
     assert "checkpoints will not fit" in capsys.readouterr().out
 
@@ -169,21 +169,23 @@ def test_the_command_shows_the_state_of_the_cuda_kernels(capsys: pytest.CaptureF
     assert f"CUDA     kernels {state}" in capsys.readouterr().out
 
 
-def checked(monkeypatch: pytest.MonkeyPatch, *findings: tuple[str, selfcheck.Finding], unfinished: str = "") -> None:
+def checked(
+    monkeypatch: pytest.MonkeyPatch, *findings: tuple[str, selfcheck.KernelResult], unfinished: str = ""
+) -> None:
     """Any check of the CPU's kernels finds this."""
 
     def check(device: torch.device, machine: selfcheck.Machine, progress: Callable[[str], None]) -> selfcheck.Verdict:
         progress("what is being tried")
         return selfcheck.Verdict(machine, "2026-11-25T01:02:03+00:00", dict(findings), unfinished)
 
-    monkeypatch.setattr(selfcheck.checking, "check", check)
+    monkeypatch.setattr(selfcheck.check_runner, "check", check)
 
 
 @pytest.fixture
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield
-    registry.restore("cpu")
+    registry.restore_library_kernels("cpu")
     if ops.LIBRARIES["cpu"]:
         torch.ops.fp8serve.cpu_isa("best")
 
@@ -198,7 +200,9 @@ def test_kernels_are_checked_on_demand_and_the_verdict_is_kept(
     where = ["--data-dir", str(tmp_path)]
     assert main(["doctor", *where]) == 0
     assert "check    cpu: kernels not checked here yet (--check does it)" in capsys.readouterr().out
-    checked(monkeypatch, ("quantize.avx2", selfcheck.Finding("agrees")), ("mm.avx2", selfcheck.Finding("agrees")))
+    checked(
+        monkeypatch, ("quantize.avx2", selfcheck.KernelResult("agrees")), ("mm.avx2", selfcheck.KernelResult("agrees"))
+    )
     assert main(["doctor", "--check", *where]) == 0
     assert "check    cpu: 2 of 2 kernels agree with the reference, 2026-11-25" in capsys.readouterr().out
     assert main(["doctor", "--json", *where]) == 0
@@ -211,8 +215,8 @@ def test_a_kernel_that_a_check_finds_wrong_is_named_and_fails_the_check_only(
     own_cache: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     where = ["--data-dir", str(tmp_path)]
-    bad = selfcheck.Finding("disagrees", "3 of 4 values")
-    checked(monkeypatch, ("look_up.portable", bad), ("quantize.avx2", selfcheck.Finding("agrees")))
+    bad = selfcheck.KernelResult("disagrees", "3 of 4 values")
+    checked(monkeypatch, ("look_up.portable", bad), ("quantize.avx2", selfcheck.KernelResult("agrees")))
     assert main(["doctor", "--check", *where]) == 1
     shown = capsys.readouterr().out
     assert "problem: 1 kernel is switched off" in shown

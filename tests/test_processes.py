@@ -14,9 +14,9 @@ import pytest
 
 from fp8serve.errors import ModelError
 from fp8serve.model.config import decoder
-from fp8serve.model.config.decoder import ask
+from fp8serve.model.config.decoder import describe_in_child_process
 from fp8serve.processes import describe_exit, module_command, module_path
-from fp8serve.train.methods.grpo.grading import Answer, FileGrader
+from fp8serve.train.methods.grpo.grading import FileGrader, RewardInput
 from tests.patience import PATIENCE
 from tests.test_imports import sources, tree
 
@@ -94,7 +94,7 @@ def test_the_question_about_a_config_runs_nothing_of_the_current_directory(
     """The child of `POST /finetune/validate`."""
     monkeypatch.chdir(hostile)
     with pytest.raises(ModelError) as refused:
-        ask({"model_type": "no such type", "marker": os.fspath(hostile)}, {}, "config.json")
+        describe_in_child_process({"model_type": "no such type", "marker": os.fspath(hostile)}, {}, "config.json")
     assert MARK not in str(refused.value)
     assert "no such type" in str(refused.value)
 
@@ -108,7 +108,7 @@ def test_a_reward_file_finds_its_neighbours_and_nothing_of_the_current_directory
     monkeypatch.chdir(hostile)
     grader = FileGrader(file, PATIENCE)
     try:
-        assert grader.rewards([Answer("1+1", "2", {}, "file:1")]) == [0.5]
+        assert grader.rewards([RewardInput("1+1", "2", {}, "file:1")]) == [0.5]
     finally:
         grader.close()
 
@@ -144,6 +144,6 @@ def test_the_end_of_a_process_in_words(status: int | None, words: str) -> None:
 
 
 def test_a_class_that_is_not_built_in_time_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder, "_SECONDS", 1e-3)
+    monkeypatch.setattr(decoder, "_TRIAL_TIMEOUT_SECONDS", 1e-3)
     with pytest.raises(ModelError, match=r"not built within 0\.001 seconds"):
-        ask({"model_type": "never"}, {}, "config.json")
+        describe_in_child_process({"model_type": "never"}, {}, "config.json")

@@ -64,11 +64,11 @@ import fp8serve.server.app
 from fp8serve.server.faults import Fault
 from fp8serve.server.finetuning.job_directory import JobDirectories
 from fp8serve.server.schemas.finetune_bodies import FinetuneBody
-from fp8serve.server.serving.served import Source
+from fp8serve.server.serving.served_weights import WeightSource
 from fp8serve.server.settings import Settings
 model, out = Path(sys.argv[1]), Path(sys.argv[1]) / "job"
 settings = Settings(model=model)
-directories, source = JobDirectories(settings, model, None), Source("base", "mine", model, settings)
+directories, source = JobDirectories(settings, model, None), WeightSource("base", "mine", model, settings)
 config = directories.fill(out, FinetuneBody(data=[{"text": "a"}]), source, None)
 try:
     directories.fill(model / "long", FinetuneBody(data=[{"text": "a"}], seq_len=257), source, None)

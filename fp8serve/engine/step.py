@@ -1,32 +1,32 @@
-"""One step's work as tensors, and a decoding step as a CUDA graph.
+"""Converts the work of a step to tensors, and replays decoding steps as CUDA graphs.
 
-All sequences of a step are flattened into one row of tokens: the model sees `[tokens]`, and the paged attention op gets
-where each sequence begins (`query_starts` [S+1]), how long it is with its new tokens (`context_lens` [S]) and where its
-keys and values lie (`block_tables` [S, most blocks], `slots` [tokens]). Prefill chunks and decoding tokens mix freely.
-Numbers reach the device from pinned memory, so a step waits for the device once: when it reads the sampled tokens.
+Tensors. The tokens of all sequences of a step are concatenated, so the model reads `[tokens]`, and prefill chunks and
+decoding tokens can be mixed. The paged attention op gets the offset of each sequence (`query_starts` [S+1]), its length
+including the new tokens (`context_lens` [S]), and the position of its keys and values in the cache (`block_tables`
+[S, blocks], `slots` [tokens]). Inputs are copied to the device from pinned memory, so a step waits for the device only
+when it reads the sampled tokens.
 
-At batch 1 a step of a small model is bound by the time that Python and the driver take to launch its kernels. A step in
-which every sequence decodes one token has a fixed shape but for the number of sequences, so it is captured once for
-each of a few sizes (1, 2, 4, 8, 16, 24, ... up to max_num_seqs) and replayed with new contents of the same buffers. A
-batch between two sizes is filled up with copies of its first sequence, whose keys and values are not written (slot -1):
-they compute what that sequence computes, so they change no maximum that is watched, and `live_rows` keeps them out
-of the counters.
+Only some tokens need logits: the last token of each sequence that is sampled, with its draft, and the tokens of a
+prompt whose log-probabilities are requested. Work after the last attention is done for these tokens only, and attention
+gets a second description for them (`last_queries`). In a decoding step, all tokens need logits.
 
-Buffers. A step's integers lie in pinned memory on the host and in its copy on the device; all sizes share them, the
-first n rows each. The block table is as wide as the longest sequence allowed; rows that have not changed since the last
-step are not written again. Every capture takes its memory from one pool, the largest first, so that the others fit in.
+CUDA graphs. At batch size 1, a step of a small model takes as long as Python and the driver need to launch its kernels.
+A step in which every sequence decodes one token has a fixed shape except for the number of sequences. So it is captured
+once for each of several batch sizes (1, 2, 4, 8, 16, 24, ... up to max_num_seqs) and replayed with new contents of the
+same buffers. Other batches are padded with copies of their first sequence, whose keys and values are not written (slot
+-1). A copy computes the same values as that sequence, so it changes no amax, and `live_rows` excludes it from counters.
 
-A graph reads the memory that its capture read, so it sees values that are written there, but not a tensor or module
-that was replaced. `Recorded` looks for those while the device computes; if there is one, everything is captured anew
-and the step repeated, which writes the same places of the cache.
+Buffers. The integers of a step are in pinned host memory and in a copy of it on the device. All batch sizes use the
+first rows of the same buffers. The block table has the width of the longest possible sequence. Its rows are only
+written if they have changed since the last step. All captures allocate from one memory pool, the largest first, so that
+the smaller ones reuse its memory.
 
-Steps that cannot be captured run as before: prompts, batches with a prompt in them, and everything if the capture
-fails; `info` then shows the reason. Logits are bit-equal to those of the step that was not captured: the same kernels
-run.
+Validity. A graph reads the memory that was captured, so it sees new values in this memory but no tensor or module that
+was replaced. `CapturedModel` checks for replacements while the device computes. If it finds one, all sizes are captured
+again and the step is repeated, which overwrites the same slots of the cache.
 
-Few tokens need logits: the last one of each sequence that samples, with its draft, and those of a prompt whose
-log-probabilities are wanted. Work that only these tokens need is done for them alone, and the attention op gets a
-second description, with these queries. In a decoding step these are all tokens.
+All other steps run without graphs: steps with a prompt or an adapter, and every step if capturing fails (`info` has the
+reason). Graphs run the same kernels, so logits have the same bits with and without them.
 """
 
 import itertools
@@ -41,32 +41,32 @@ from torch import Tensor, nn
 
 from fp8serve.engine.scheduler import Work
 
-WARM_UPS = 2  # runs before the capture: libraries load kernels and take their workspace in the first
+NUM_WARM_UPS = 2  # runs before a capture, in which libraries load kernels and allocate workspace
 
 
 @dataclass(frozen=True, slots=True)
 class Queries:
-    """Tokens that attend, flattened over S sequences; int32."""
+    """Describes the queries of paged attention: consecutive tokens of S sequences. All tensors are int32."""
 
-    query_starts: Tensor  # [S + 1]
+    query_starts: Tensor  # [S + 1]: the offset of each sequence's first query
     context_lens: Tensor  # [S]: the position of each sequence's last query, plus one
-    block_tables: Tensor  # [S, most blocks], rows filled up with 0
+    block_tables: Tensor  # [S, blocks], padded with 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """A step in the form that the ops take: integers, on the model's device."""
+    """The inputs of a step of T tokens, on the model's device."""
 
     token_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
     slots: Tensor  # int64 [T]: block * block_size + offset
-    queries: Queries  # all T
-    last: Tensor | None  # int64 [R]: rows whose logits are wanted; None: all T
-    last_queries: Queries  # these; where they are all, `queries` itself
+    queries: Queries  # of all T tokens
+    last: Tensor | None  # int64 [R]: the tokens that need logits; None if all T need them
+    last_queries: Queries  # of the tokens in `last`
 
 
 def flatten(work: list[Work], block_size: int, device: torch.device) -> StepTensors:
-    """The tensors of one step."""
+    """Converts the work of a step to tensors."""
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -80,36 +80,39 @@ def flatten(work: list[Work], block_size: int, device: torch.device) -> StepTens
         starts.append(len(token_ids))
         last += range(len(token_ids) - item.num_logits, len(token_ids))
 
-    ids, places, into, rows = _parts([token_ids, positions, slots, last], torch.long, device)
+    id_tensor, position_tensor, slot_tensor, last_tensor = _copy_lists(
+        [token_ids, positions, slots, last], torch.long, device
+    )
     queries = _queries(work, starts, device)
     if len(last) == len(token_ids):
-        return StepTensors(ids, places, into, queries, None, queries)
-    some = [item for item in work if item.num_logits]
-    few = _queries(some, [0, *itertools.accumulate(item.num_logits for item in some)], device)
-    return StepTensors(ids, places, into, queries, rows, few)
+        return StepTensors(id_tensor, position_tensor, slot_tensor, queries, None, queries)
+    with_logits = [item for item in work if item.num_logits]
+    last_starts = [0, *itertools.accumulate(item.num_logits for item in with_logits)]
+    last_queries = _queries(with_logits, last_starts, device)
+    return StepTensors(id_tensor, position_tensor, slot_tensor, queries, last_tensor, last_queries)
 
 
 def _queries(work: list[Work], starts: list[int], device: torch.device) -> Queries:
-    """The last tokens of every item of `work`, as many as `starts` says."""
-    most = max((len(item.seq.block_table) for item in work), default=0)
-    tables = [item.seq.block_table + [0] * (most - len(item.seq.block_table)) for item in work]
+    """Describes queries at the end of each item of `work`. `starts` are their offsets."""
+    width = max((len(item.seq.block_table) for item in work), default=0)
+    tables = [item.seq.block_table + [0] * (width - len(item.seq.block_table)) for item in work]
     lengths = [item.start + item.count for item in work]
     blocks = list(itertools.chain.from_iterable(tables))
-    begins, context, held = _parts([starts, lengths, blocks], torch.int32, device)
-    return Queries(begins, context, held.view(len(work), most))
+    query_starts, context_lens, block_tables = _copy_lists([starts, lengths, blocks], torch.int32, device)
+    return Queries(query_starts, context_lens, block_tables.view(len(work), width))
 
 
-def _parts(lists: list[list[int]], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """Each list as a tensor; all of them in one copy."""
-    whole = to_device(list(itertools.chain.from_iterable(lists)), dtype, device)
-    return whole.split_with_sizes([len(part) for part in lists])
+def _copy_lists(lists: list[list[int]], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """Copies several lists to the device in one transfer. Returns a tensor for each."""
+    joined = to_device(list(itertools.chain.from_iterable(lists)), dtype, device)
+    return joined.split_with_sizes([len(part) for part in lists])
 
 
 def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`values` (numbers, nested lists of them, or a NumPy array) as a tensor on `device`.
+    """Copies numbers, nested lists of numbers or a NumPy array to a tensor on `device`.
 
-    `torch.tensor(values, device="cuda")` would wait for all queued work, because it copies from memory that may change.
-    From pinned memory the copy is queued like a kernel; torch keeps the memory until it is done.
+    `torch.tensor(values, device="cuda")` would wait for all queued work. A copy from pinned memory is queued like a
+    kernel, and torch does not reuse the pinned memory before the copy is done.
     """
     if device.type == "cpu":
         return torch.as_tensor(values, dtype=dtype)
@@ -117,13 +120,13 @@ def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class Capture(Protocol):
-    """Records `run`, and returns a function that repeats it: it returns the same tensor every time, overwritten."""
+    """Captures `run` and returns a function that replays it. Every replay returns the same tensor with new contents."""
 
     def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]: ...
 
 
 class CudaCapture:
-    """torch's CUDA graphs, all in one memory pool."""
+    """Captures functions as CUDA graphs that share one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -133,7 +136,7 @@ class CudaCapture:
         side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
+            for _ in range(NUM_WARM_UPS):
                 run()
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
@@ -149,7 +152,7 @@ class CudaCapture:
 
 @dataclass(frozen=True, slots=True)
 class GraphReport:
-    """The batch sizes at which decoding is replayed, or the reason why it is not."""
+    """The batch sizes that were captured as CUDA graphs, or the reason why none was captured."""
 
     sizes: tuple[int, ...] = ()
     reason: str | None = None
@@ -158,91 +161,95 @@ class GraphReport:
         return f"off: {self.reason}" if self.reason else f"batches of {', '.join(map(str, self.sizes))}"
 
 
-class Recorded:
-    """The modules and tensors of `model` that a capture has read; their memory is kept as long as this object."""
+class CapturedModel:
+    """The modules and tensors of a model at the time of a capture. While this object exists, the memory of the tensors
+    is not freed."""
 
     def __init__(self, model: nn.Module) -> None:
-        owners = list(model.modules())
-        tables = [table for m in owners for table in (m._modules, m._parameters, m._buffers)]
-        self._things = [(table, name, thing) for table in tables for name, thing in table.items()]
-        tensors = [thing for _, _, thing in self._things if isinstance(thing, Tensor)]
-        self._places = [(tensor, tensor.data_ptr()) for tensor in tensors]
-        self._memory = [tensor.untyped_storage() for tensor in tensors]
+        tables = [table for m in model.modules() for table in (m._modules, m._parameters, m._buffers)]
+        self._entries = [(table, name, value) for table in tables for name, value in table.items()]
+        tensors = [value for _, _, value in self._entries if isinstance(value, Tensor)]
+        self._addresses = [(tensor, tensor.data_ptr()) for tensor in tensors]
+        self._storages = [tensor.untyped_storage() for tensor in tensors]  # references that keep the memory allocated
 
     def is_current(self) -> bool:
-        """Whether the model still consists of these."""
-        for table, name, thing in self._things:
-            if table.get(name) is not thing:
+        """Returns whether the model still consists of the same modules and tensors."""
+        for table, name, value in self._entries:
+            if table.get(name) is not value:
                 return False
-        return all(tensor.data_ptr() == place for tensor, place in self._places)
+        return all(tensor.data_ptr() == address for tensor, address in self._addresses)
 
 
-def sizes_up_to(most: int) -> list[int]:
-    """1, 2, 4, 8, then every eighth number, and `most` itself."""
-    return sorted({size for size in (1, 2, 4, *range(8, most, 8)) if size < most} | {most})
+def batch_sizes(max_size: int) -> list[int]:
+    """Returns the batch sizes to capture: 1, 2, 4, the multiples of 8, and `max_size`."""
+    return sorted({size for size in (1, 2, 4, *range(8, max_size, 8)) if size < max_size} | {max_size})
 
 
 class Buffers:
-    """The integers of a decoding step of up to `rows` sequences with up to `width` blocks each, on host and device."""
+    """The inputs of a decoding step of up to `rows` sequences with up to `width` blocks each, on host and device."""
 
     def __init__(self, rows: int, width: int, device: torch.device) -> None:
         self.rows, self.width = rows, width
         pinned = device.type == "cuda"
-        # token ids, positions, slots [rows] each, and how many rows are live; context lengths, then block tables
-        self._wide = torch.zeros(3 * rows + 1, dtype=torch.long, pin_memory=pinned)
-        self._narrow = torch.zeros(rows + rows * width, dtype=torch.int32, pin_memory=pinned)
-        self._wide_there, self._narrow_there = (torch.empty_like(t, device=device) for t in (self._wide, self._narrow))
-        self._wide[2 * rows : 3 * rows] = -1  # a capture writes no keys, and reads one
-        self._narrow[:rows] = 1
-        self._wide_there.copy_(self._wide)
-        self._narrow_there.copy_(self._narrow)
+        # int64: token ids, positions and slots [rows] each, then the number of live rows
+        self._int64 = torch.zeros(3 * rows + 1, dtype=torch.long, pin_memory=pinned)
+        # int32: context lengths [rows], then block tables [rows, width]
+        self._int32 = torch.zeros(rows + rows * width, dtype=torch.int32, pin_memory=pinned)
+        self._device_int64 = torch.empty_like(self._int64, device=device)
+        self._device_int32 = torch.empty_like(self._int32, device=device)
+        self._int64[2 * rows : 3 * rows] = -1  # during a capture, every row attends to one key and writes none
+        self._int32[:rows] = 1
+        self._device_int64.copy_(self._int64)
+        self._device_int32.copy_(self._int32)
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        self._tables = self._narrow.numpy()[rows:].reshape(rows, width)
-        self._known: list[tuple[list[int], int]] = [([], 0)] * rows  # what the rows of the tables hold
-        self.live_rows = self._wide_there[-1]  # int64 []
+        self._tables = self._int32.numpy()[rows:].reshape(rows, width)
+        self._written: list[tuple[list[int], int]] = [([], 0)] * rows  # of each row, the block table and its length
+        self.live_rows = self._device_int64[-1]  # int64 []: the number of rows that are not padding
 
     def tensors(self, size: int) -> StepTensors:
-        """The memory on the device that a step of `size` rows reads: the same at every call."""
-        token_ids, positions, slots = (self._wide_there[i * self.rows :][:size] for i in range(3))
-        tables = self._narrow_there[self.rows :].view(self.rows, self.width)[:size]
-        queries = Queries(self._starts[: size + 1], self._narrow_there[:size], tables)
+        """Returns the device tensors that a step of `size` rows reads. They are the same memory at every call."""
+        token_ids, positions, slots = (self._device_int64[i * self.rows :][:size] for i in range(3))
+        tables = self._device_int32[self.rows :].view(self.rows, self.width)[:size]
+        queries = Queries(self._starts[: size + 1], self._device_int32[:size], tables)
         return StepTensors(token_ids, positions, slots, queries, None, queries)
 
     def fill(self, work: Sequence[Work], size: int, block_size: int) -> None:
-        """Sends the integers of `work`, one token each, padded to `size` rows. Nothing waits."""
-        wide, narrow, rows = self._wide.numpy(), self._narrow.numpy(), self.rows
+        """Copies the inputs of `work`, one token of each sequence, padded to `size` rows. Does not wait for the
+        device."""
+        int64, int32, rows = self._int64.numpy(), self._int32.numpy(), self.rows
         padded = [*work, *[work[0]] * (size - len(work))]
         positions = [item.start for item in padded]
-        wide[:size] = [item.seq.token_ids[item.start] for item in padded]
-        wide[rows : rows + size] = positions
-        wide[2 * rows : 2 * rows + size] = _slots(work, size, block_size)
-        wide[-1] = len(work)
-        narrow[:size] = [position + 1 for position in positions]
+        int64[:size] = [item.seq.token_ids[item.start] for item in padded]
+        int64[rows : rows + size] = positions
+        int64[2 * rows : 2 * rows + size] = _slots(work, size, block_size)
+        int64[-1] = len(work)
+        int32[:size] = [position + 1 for position in positions]
         for row, item in enumerate(padded):
             self._write_table(row, item.seq.block_table)
-        self._wide_there.copy_(self._wide, non_blocking=True)
-        sent = rows + size * self.width
-        self._narrow_there[:sent].copy_(self._narrow[:sent], non_blocking=True)
+        self._device_int64.copy_(self._int64, non_blocking=True)
+        used = rows + size * self.width
+        self._device_int32[:used].copy_(self._int32[:used], non_blocking=True)
 
     def _write_table(self, row: int, table: list[int]) -> None:
-        """A table that is still the same list has only grown (kv_cache.py); blocks behind its end are never read."""
-        known, written = self._known[row]
-        start = written if known is table else 0
+        """Writes the new blocks of a block table. If `table` is the list that the row has, it can only have grown
+        (kv_cache.py). Entries after its end are never read."""
+        written_table, written = self._written[row]
+        start = written if written_table is table else 0
         if start < len(table):
             self._tables[row, start : len(table)] = table[start:]
-            self._known[row] = table, len(table)
+            self._written[row] = table, len(table)
 
 
 def _slots(work: Sequence[Work], size: int, block_size: int) -> list[int]:
-    """Where the keys and values go; nowhere (-1) for rows that are padding."""
+    """Returns the slot of each row's key and value, and -1 for padding."""
     slots = [item.seq.block_table[item.start // block_size] * block_size + item.start % block_size for item in work]
     return slots + [-1] * (size - len(work))
 
 
 class GraphedDecode:
-    """Decoding steps of up to `most` sequences, replayed.
+    """Decoding steps that were captured as CUDA graphs.
 
-    `compute`: a step's tensors -> FP32 logits. `capture` is called once for each size; what it raises is raised.
+    `compute` maps the tensors of a step to FP32 logits. `capture` is called for each batch size, and may raise.
     """
 
     def __init__(
@@ -253,15 +260,15 @@ class GraphedDecode:
         block_size: int,
     ) -> None:
         self._buffers, self._block_size = buffers, block_size
-        self.sizes = sizes_up_to(buffers.rows)
+        self.sizes = batch_sizes(buffers.rows)
         self._replays = {size: capture(partial(compute, buffers.tensors(size))) for size in reversed(self.sizes)}
 
-    def takes(self, work: Sequence[Work]) -> bool:
-        """Whether every sequence decodes one token, and there are not too many."""
-        return len(work) <= self.sizes[-1] and all(item.count == 1 and item.samples for item in work)
+    def supports(self, work: Sequence[Work]) -> bool:
+        """Returns whether every sequence decodes one token, and a captured batch size is large enough."""
+        return len(work) <= self.sizes[-1] and all(item.count == 1 and item.needs_sample for item in work)
 
     def run(self, work: Sequence[Work]) -> Tensor:
-        """Logits [sequences, vocab], in a buffer that the next step overwrites."""
+        """Returns the logits [sequences, vocab], in a buffer that the next step overwrites."""
         size = self.sizes[bisect_left(self.sizes, len(work))]
         self._buffers.fill(work, size, self._block_size)
         return self._replays[size]()[: len(work)]

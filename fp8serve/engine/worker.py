@@ -1,6 +1,6 @@
-"""The engine's own process: `python -m fp8serve.engine.worker --model DIR --socket PATH [--options JSON]`.
+"""The engine process: `python -m fp8serve.engine.worker --model DIR --socket PATH [--options JSON]`.
 
-It connects to the AF_UNIX socket on which its owner listens (`client.py`). Messages are lines of JSON.
+The process connects to the AF_UNIX socket of its client (`client.py`). Messages are lines of JSON.
 
     in    generate {request} | abort {request_id} | stats {id} | scales {id} | drain {deadline} | close
           save_scales {id, path} | load_weights {id, directory}
@@ -10,17 +10,18 @@ It connects to the AF_UNIX socket on which its owner listens (`client.py`). Mess
           refused {request_id, error, message} | reply {id, value} | reply {id, error, message}
           part {id, value}
 
-Nothing that it sends is long, because the front reads it between the answers of others. Log-probabilities of a prompt
-are divided among outputs that have nothing else; the last of them is in the output of the first token. Vectors and
-scores come in any number of parts, whose lists precede the list of the reply.
+All messages are short, because the server's event loop reads them between other work. The log-probabilities of a prompt
+are split over several outputs, which have no tokens except the last. Vectors and scores are split into parts. Their
+lists precede the list in the reply.
 
-There are three threads. This one loads the model and steps the engine. One reads the socket into an inbox, so that a
-command never waits for more than the current step. One reports every second that the process lives, also during a long
-step, and how long that step has taken so far, so that a stuck thread can be distinguished from a busy one. Loading
-and packing are not steps.
-SIGTERM drains: the worker takes nothing new, running requests may finish for `DRAIN_SECONDS`, and the rest is aborted;
-the exit status is 0. When the owner disappears, the process ends. SIGINT is handled by the owner (Ctrl-C reaches the
-whole group).
+The process has three threads. The main thread loads the model and steps the engine. The second thread reads commands
+into an inbox, so that a command waits for at most one step. The third thread sends a heartbeat every second, with the
+duration of the current step. So the client can tell a dead process from a long step, and a long step from an endless
+one. Loading and packing are not steps.
+
+After SIGTERM, the worker refuses new requests, lets running requests finish for `DRAIN_SECONDS`, aborts the remaining
+ones, and exits with status 0. It also exits when the client closes the connection. SIGINT is ignored, because Ctrl-C
+reaches the client, too, which then ends the worker.
 """
 
 import argparse
@@ -48,31 +49,31 @@ from fp8serve.processes import describe_error, end_process
 
 HEARTBEAT_SECONDS = 1.0
 DRAIN_SECONDS = 30.0
-PIECE_TOKENS = 1024  # of a prompt whose log-probabilities are in one message
-PIECE_BYTES = 1 << 20  # of the vectors or scores in one message; one alone may be longer
+PIECE_TOKENS = 1024  # prompt tokens whose log-probabilities are in one message
+PIECE_BYTES = 1 << 20  # of vectors or scores in one message; a single longer one is not split
 FLOAT_BYTES = 22  # of a number in JSON, at most
-PACK_SECONDS = 0.02  # packing time of an idle engine between two looks at the inbox
-NO_SCALES = "Scales follow the traffic of models that write text, and of no other."
-NO_WEIGHTS = "Weights are replaced in models that write text, and this one does not."
-NO_ADAPTERS = "Adapters are for models that write text, and this one does not."
+PACK_SECONDS = 0.02  # that an idle engine packs weights before it looks at the inbox again
+NO_SCALES = "Only the scales of a model that writes text can follow the traffic, and this model does not write text."
+NO_WEIGHTS = "Only the weights of a model that writes text can be replaced, and this model does not write text."
+NO_ADAPTERS = "Only a model that writes text can load adapters, and this model does not write text."
 
 Message = dict[str, Any]
 
 
 class Connection:
-    """The socket: any thread sends whole lines; a thread of its own reads lines into an inbox."""
+    """The connection to the client. Any thread may send messages; a background thread reads commands into `inbox`."""
 
     def __init__(self, path: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(path)
-        self._sending = threading.Lock()
-        self.inbox: SimpleQueue[Message] = SimpleQueue()  # its put may be called in a signal handler
+        self._send_lock = threading.Lock()
+        self.inbox: SimpleQueue[Message] = SimpleQueue()  # reentrant, because a signal handler calls put
         threading.Thread(target=self._read, daemon=True).start()
 
     def send(self, event: str, **fields: Any) -> None:
-        """Sends one line; an owner that is gone is noticed by the reader, not here."""
-        line = encoded(event, fields)
-        with self._sending, contextlib.suppress(OSError):
+        """Sends one message. A lost connection is ignored here, because `_read` ends the worker then."""
+        line = encode(event, fields)
+        with self._send_lock, contextlib.suppress(OSError):
             self._socket.sendall(line)
 
     def _read(self) -> None:
@@ -84,39 +85,39 @@ class Connection:
             self.inbox.put({"op": "close"})
 
 
-def encoded(event: str, fields: dict[str, Any]) -> bytes:
-    """A line of the protocol."""
+def encode(event: str, fields: dict[str, Any]) -> bytes:
+    """Encodes a message as a line of JSON."""
     return json.dumps({"event": event, **fields}, separators=(",", ":")).encode() + b"\n"
 
 
 class Worker:
-    """Steps an engine, and handles the commands of the inbox between steps."""
+    """Steps an engine and handles commands between steps."""
 
     def __init__(self, connection: Connection, engine: Engine | EncoderEngine) -> None:
         self._connection = connection
         self._engine = engine
-        self._closed = False
-        self._step_began: float | None = None
+        self._is_closed = False
+        self._step_start: float | None = None
         self._deadline: float | None = None  # of draining, on the monotonic clock
         self._commands: dict[str, Callable[[Message], None]] = {
             "generate": self._generate,
             "abort": self._abort,
             "stats": lambda message: self._reply(message, self._engine.stats()),
             "scales": lambda message: self._reply(message, self._engine.scales()),
-            "save_scales": self._writing(NO_SCALES, lambda e, m: e.save_scales(m["path"])),
-            "load_weights": self._writing(NO_WEIGHTS, lambda e, m: e.load_weights(Path(m["directory"]))),
-            "load_adapter": self._writing(NO_ADAPTERS, lambda e, m: e.load_adapter(m["name"], m["directory"])),
-            "unload_adapter": self._writing(NO_ADAPTERS, lambda e, m: e.unload_adapter(m["name"])),
+            "save_scales": self._generative(NO_SCALES, lambda e, m: e.save_scales(m["path"])),
+            "load_weights": self._generative(NO_WEIGHTS, lambda e, m: e.load_weights(Path(m["directory"]))),
+            "load_adapter": self._generative(NO_ADAPTERS, lambda e, m: e.load_adapter(m["name"], m["directory"])),
+            "unload_adapter": self._generative(NO_ADAPTERS, lambda e, m: e.unload_adapter(m["name"])),
             "embed": self._encode,
             "classify": self._encode,
-            "forget": self._forget,
+            "forget": self._cancel,
             "drain": self._drain,
             "close": self._close,
         }
 
     def run(self) -> None:
-        """Until closed, or drained."""
-        while not self._closed:
+        """Runs until the connection is closed or all requests are drained."""
+        while not self._is_closed:
             self._handle_commands()
             if self._engine.has_work():
                 self._step()
@@ -127,40 +128,38 @@ class Worker:
 
     @property
     def step_seconds(self) -> float:
-        """How long the current step has taken so far; 0 between steps. Read by another thread."""
-        began = self._step_began
-        return 0.0 if began is None else time.monotonic() - began
+        """The seconds that the current step has taken so far; 0 between steps. The heartbeat thread reads it."""
+        start = self._step_start
+        return 0.0 if start is None else time.monotonic() - start
 
     def _step(self) -> None:
-        self._step_began = time.monotonic()
+        self._step_start = time.monotonic()
         self._send_outputs(self._engine.step())
         if isinstance(self._engine, EncoderEngine):
-            for call in self._engine.take_answered():
-                self._send_values(call.number, call.answers)
-        self._step_began = None
+            for call in self._engine.pop_finished_calls():
+                self._send_results(call.number, call.results)
+        self._step_start = None
 
     def _handle_commands(self) -> None:
-        """Handles all waiting commands; waits for one when there is nothing else to do."""
-        idle = not self._engine.has_work() and self._deadline is None and not self._engine.pack_weights(PACK_SECONDS)
+        """Handles all commands in the inbox. Waits for a command if there is nothing else to do."""
+        is_idle = not self._engine.has_work() and self._deadline is None and not self._engine.pack_weights(PACK_SECONDS)
         with contextlib.suppress(Empty):
-            message = self._connection.inbox.get(block=idle)
+            message = self._connection.inbox.get(block=is_idle)
             while True:
                 self._commands[message["op"]](message)
                 message = self._connection.inbox.get(block=False)
 
     def _send_outputs(self, outputs: list[RequestOutput]) -> None:
-        short = [output.to_json() for output in outputs if output.prompt_logprobs is None]
-        if short:
+        """Sends outputs without log-probabilities of a prompt in one message, and the others in several messages."""
+        if short := [output.to_json() for output in outputs if output.prompt_logprobs is None]:
             self._connection.send("outputs", outputs=short)
-        if len(short) == len(outputs):
-            return
         for output in outputs:
             if output.prompt_logprobs is not None:
-                for piece in _pieces(output):
+                for piece in _split_output(output):
                     self._connection.send("outputs", outputs=[piece.to_json()])
 
-    def _send_values(self, number: int, values: list[str | list[float]]) -> None:
-        """Replies with the values of an encoder's call: vectors as base64, or lists of scores."""
+    def _send_results(self, number: int, values: list[str | list[float]]) -> None:
+        """Sends the results of a call: vectors as base64, or lists of scores."""
         part: list[str | list[float]] = []
         size = 0
         for value in values:
@@ -179,8 +178,9 @@ class Worker:
         except Fp8ServeError as problem:
             self._connection.send("refused", request_id=message["request"]["request_id"], **describe_error(problem))
 
-    def _writing(self, refusal: str, call: Callable[[Engine, Message], Any]) -> Callable[[Message], None]:
-        """Replies with the result of `call`, or with an error: `refusal` if the model does not write text."""
+    def _generative(self, refusal: str, call: Callable[[Engine, Message], Any]) -> Callable[[Message], None]:
+        """Returns a command that replies with the result of `call`, or with an error. The error is `refusal` if the
+        model does not write text."""
 
         def command(message: Message) -> None:
             try:
@@ -201,9 +201,9 @@ class Worker:
         except Fp8ServeError as problem:
             self._connection.send("reply", id=message["id"], **describe_error(problem))
 
-    def _forget(self, message: Message) -> None:
+    def _cancel(self, message: Message) -> None:
         if isinstance(self._engine, EncoderEngine):
-            self._engine.forget(message["id"])
+            self._engine.cancel(message["id"])
 
     def _abort(self, message: Message) -> None:
         output = self._engine.abort(message["request_id"])
@@ -217,20 +217,20 @@ class Worker:
         self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
 
     def _close(self, message: Message) -> None:
-        self._closed = True
+        self._is_closed = True
 
 
-def _pieces(output: RequestOutput) -> Iterator[RequestOutput]:
-    """An output whose log-probabilities of the prompt are divided; the last piece has everything else, too."""
-    values = output.prompt_logprobs or ()
-    while len(values) > PIECE_TOKENS:
-        yield RequestOutput(output.request_id, prompt_logprobs=values[:PIECE_TOKENS])
-        values = values[PIECE_TOKENS:]
-    yield replace(output, prompt_logprobs=values)
+def _split_output(output: RequestOutput) -> Iterator[RequestOutput]:
+    """Splits the log-probabilities of a prompt over several outputs. Only the last output has the other fields."""
+    logprobs = output.prompt_logprobs or ()
+    while len(logprobs) > PIECE_TOKENS:
+        yield RequestOutput(output.request_id, prompt_logprobs=logprobs[:PIECE_TOKENS])
+        logprobs = logprobs[PIECE_TOKENS:]
+    yield replace(output, prompt_logprobs=logprobs)
 
 
 class Heartbeat:
-    """Sends a heartbeat every second until it is stopped. `step_seconds`: how long the current step has taken."""
+    """Sends a heartbeat every second until it is stopped. `step_seconds` returns the duration of the current step."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._stop = connection, threading.Event()
@@ -251,7 +251,7 @@ _ENGINES: dict[Task, Callable[..., Engine | EncoderEngine]] = {
 
 
 def _load(connection: Connection, model: Path, options: EngineOptions) -> Engine | EncoderEngine | None:
-    """The engine; None if it cannot be loaded, which is reported to the owner."""
+    """Loads the engine. If that fails, sends the error to the client and returns None."""
     try:
         return _ENGINES[task_of(model, options.task)](model, **asdict(options))
     except Fp8ServeError as problem:
@@ -263,7 +263,7 @@ def _load(connection: Connection, model: Path, options: EngineOptions) -> Engine
 
 
 def serve(connection: Connection, heartbeat: Heartbeat, model: Path, options: EngineOptions) -> int:
-    """Exit status of the process."""
+    """Loads the engine and serves the client. Returns the exit status of the process."""
     engine = _load(connection, model, options)
     if engine is None:
         return 1

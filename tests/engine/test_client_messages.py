@@ -11,7 +11,7 @@ import pytest
 
 from fp8serve.engine import client as client_module
 from fp8serve.engine import worker as worker_module
-from fp8serve.engine.client import MAX_LINE, EngineClient
+from fp8serve.engine.client import MAX_LINE_BYTES, EngineClient
 from fp8serve.engine.embedding_engine import EncoderEngine
 from fp8serve.engine.output import RequestOutput, TokenLogprob
 from fp8serve.engine.request import Request
@@ -63,7 +63,7 @@ async def answer(client: EngineClient, name: str) -> RequestOutput:
 @pytest.mark.parametrize(
     "line",
     [
-        str(MAX_LINE + 1),
+        str(MAX_LINE_BYTES + 1),
         "{",
         "\xff",
         "[]",
@@ -83,11 +83,11 @@ async def test_what_cannot_be_read_ends_everything_that_waits(line: str, sender:
     question = asyncio.create_task(client.stats())
     for output in await asyncio.gather(*tasks):
         assert output.finish_reason == "error"
-        assert "what this server cannot read" in (output.error or "")
-    with pytest.raises(MachineError, match="what this server cannot read"):
+        assert "sent an invalid message" in (output.error or "")
+    with pytest.raises(MachineError, match="sent an invalid message"):
         await question
     assert not client.alive  # so that the supervisor starts another
-    with pytest.raises(MachineError, match="what this server cannot read"):
+    with pytest.raises(MachineError, match="sent an invalid message"):
         client.generate(Request("late", (1,)))
 
 
@@ -101,7 +101,7 @@ class Wire:
         self.lines: list[bytes] = []
 
     def send(self, event: str, **fields: Any) -> None:
-        self.lines.append(worker_module.encoded(event, fields))
+        self.lines.append(worker_module.encode(event, fields))
 
 
 def in_pieces(engine: Any) -> tuple[Worker, Wire]:
@@ -132,11 +132,11 @@ def test_log_probabilities_of_a_prompt_arrive_in_pieces_as_one_output(count: int
     client = taker()
     client._streams = {name: client_module._Stream(Request(name, (1,))) for name in ("r", "s")}
     for line in wire.lines:
-        client._take_line(line)
+        client._handle_line(line)
     for output in (expected, other):
         stream = client._streams[output.request_id]
-        assert stream.arrived.get_nowait() == output
-        assert stream.arrived.empty()
+        assert stream.outputs.get_nowait() == output
+        assert stream.outputs.empty()
 
 
 async def test_vectors_and_scores_arrive_in_pieces_as_one_reply() -> None:
@@ -144,13 +144,13 @@ async def test_vectors_and_scores_arrive_in_pieces_as_one_reply() -> None:
     engine = EncoderEngine.__new__(EncoderEngine)
     worker, wire = in_pieces(engine)
     engine.step = list  # type: ignore[method-assign]
-    engine.take_answered = lambda: [SimpleNamespace(number=3, answers=values)]  # type: ignore[method-assign,return-value,list-item]
+    engine.pop_finished_calls = lambda: [SimpleNamespace(number=3, results=values)]  # type: ignore[method-assign,return-value,list-item]
     worker._step()
     assert max(map(len, wire.lines)) < 2 * worker_module.PIECE_BYTES
     assert len(wire.lines) > 3
     client = taker()
     client._replies = {3: asyncio.get_running_loop().create_future()}
     for line in wire.lines:
-        client._take_line(line)
+        client._handle_line(line)
     assert client._replies[3].result() == values
     assert not client._partial_replies

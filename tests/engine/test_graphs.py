@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.step import sizes_up_to
+from fp8serve.engine.step import batch_sizes
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling
 
@@ -57,10 +57,10 @@ def engine(model_dir: Path, graphs: Any = None, **options: Any) -> Engine:
 
 
 def test_sizes_grow_by_at_most_eight() -> None:
-    assert sizes_up_to(1) == [1]
-    assert sizes_up_to(6) == [1, 2, 4, 6]
-    assert sizes_up_to(24) == [1, 2, 4, 8, 16, 24]
-    assert sizes_up_to(20) == [1, 2, 4, 8, 16, 20]
+    assert batch_sizes(1) == [1]
+    assert batch_sizes(6) == [1, 2, 4, 6]
+    assert batch_sizes(24) == [1, 2, 4, 8, 16, 24]
+    assert batch_sizes(20) == [1, 2, 4, 8, 16, 20]
 
 
 @pytest.mark.parametrize("options", [{}, {"block_size": 4, "num_blocks": 24}, {"recipe": "bf16"}])

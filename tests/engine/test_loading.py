@@ -86,7 +86,7 @@ def test_the_cache_is_as_large_as_needed_and_as_memory_allows(
 
 def test_a_cache_for_less_than_one_sequence_is_refused(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "cache_memory", lambda device: 3 * BLOCK_BYTES)
-    with pytest.raises(MachineError, match=r"one sequence of 128 tokens needs 32,768 bytes, more than the 12,288"):
+    with pytest.raises(MachineError, match=r"one sequence of 128 tokens needs 32,768 bytes, but only 12,288"):
         plan(read_config(model_dir), EngineOptions(max_model_len=128), torch.bfloat16)
     assert plan(read_config(model_dir), EngineOptions(), torch.bfloat16).max_model_len == 48
 

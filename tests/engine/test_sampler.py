@@ -70,7 +70,7 @@ def test_equal_values_at_the_border_of_top_k_go_to_the_smaller_ids() -> None:
 def test_penalties() -> None:
     logits = torch.tensor([[2.0, -2.0, 2.0, 1.0]])
     seq = sequence([0, 1], (2, 2), repetition_penalty=2.0, frequency_penalty=0.25, presence_penalty=0.5)
-    sampler._penalise(logits, [seq])
+    sampler._apply_penalties(logits, [seq])
     assert logits.tolist() == [[1.0, -4.0, 1.0 - 0.5 - 0.5, 1.0]]
 
 
@@ -180,7 +180,7 @@ class Watch(TorchFunctionMode):
 
 def test_a_step_reads_from_a_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """With every option in use. On a CPU the rows that are not numbers are looked for first; a GPU blanks them."""
-    monkeypatch.setattr(sampler, "_is_cheap_to_read", lambda x: False)
+    monkeypatch.setattr(sampler, "_waits_for_device", lambda x: True)
     options: list[dict[str, Any]] = [
         {"temperature": 0},
         {"top_p": 0.8, "min_p": 0.01, "logprobs": 3},

@@ -40,7 +40,7 @@ class Informed:
         found = told[len(token_ids) :][: min(self._most, room)]
         return [(token + 1) % 256 if self._rng.random() < self.wrong else token for token in found]
 
-    def learn(self, drafted: int, accepted: int) -> None:
+    def record(self, drafted: int, accepted: int) -> None:
         assert 0 <= accepted <= drafted
 
 

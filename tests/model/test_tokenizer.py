@@ -89,13 +89,13 @@ def test_a_begun_chat_equals_transformers(name: str, text: str, tmp_path: Path) 
     theirs: Any = write_tokenizer(tmp_path, template=TEMPLATES[name])
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}]
     expected = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
-    assert Tokenizer.from_dir(tmp_path).begun_chat(messages) == expected
+    assert Tokenizer.from_dir(tmp_path).chat_to_continue(messages) == expected
 
 
 def test_a_template_without_the_last_message_cannot_continue_it(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, template="{{ messages[0].content }}")
-    with pytest.raises(RequestError, match="leaves out the message that is to be continued"):
-        Tokenizer.from_dir(tmp_path).begun_chat([{"role": "user", "content": "Hi"}, {"role": "assistant"}])
+    with pytest.raises(RequestError, match="does not render the message that the model would"):
+        Tokenizer.from_dir(tmp_path).chat_to_continue([{"role": "user", "content": "Hi"}, {"role": "assistant"}])
 
 
 def test_chat_has_one_bos(tmp_path: Path) -> None:
@@ -242,5 +242,5 @@ def test_a_front_process_tokenizes_without_torch() -> None:
 
 def test_a_tokenizer_in_another_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "tekken.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"no tokenizer\.json, and tekken\.json is not read; save the model's fast"):
+    with pytest.raises(ModelError, match=r"no tokenizer\.json, and tekken\.json is not supported; save"):
         Tokenizer.from_dir(tmp_path)

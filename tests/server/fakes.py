@@ -21,7 +21,7 @@ from fp8serve.errors import MachineError, ModelError, RequestError
 from fp8serve.model.text.chat import ChatTemplate
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.model.text.tokenizer_facts import TokenizerFacts
-from fp8serve.server.serving.served import Source
+from fp8serve.server.serving.served_weights import WeightSource
 
 EOS = 256
 TEMPLATE = (
@@ -201,8 +201,8 @@ class FakeEngine:
     async def drain(self, deadline: float) -> None:
         await self.close()
 
-    async def kill(self, why: str) -> None:
-        self.killed = why
+    async def kill(self, reason: str) -> None:
+        self.killed = reason
         await self.close()
 
     async def close(self) -> None:
@@ -241,13 +241,13 @@ class Launcher:
         self.make = make
         self.made_for: dict[str, Callable[[], FakeEngine]] = {}  # directories whose engines are others
         self.problems: dict[str, str] = {}  # directories that cannot be loaded, and why
-        self.sources: list[Source] = []
+        self.sources: list[WeightSource] = []
         self.load_seconds = load_seconds
         self.engines: list[FakeEngine] = []
         self.problem: str | None = None
         self.held: bool | str = False
 
-    async def __call__(self, source: Source) -> tuple[FakeEngine, TokenizerFacts]:
+    async def __call__(self, source: WeightSource) -> tuple[FakeEngine, TokenizerFacts]:
         await asyncio.sleep(self.load_seconds)
         while self.held is True or self.held == source.directory.name:
             await asyncio.sleep(0.005)

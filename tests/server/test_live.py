@@ -211,7 +211,7 @@ def test_a_hung_engine_is_ended_and_started_again(server: Process) -> None:
         answer = asked.result()
     assert not Path(f"/proc/{pid}").exists()
     assert answer.status_code == 503
-    assert "no sign of life for 6 seconds" in answer.json()["error"]
+    assert "no heartbeat for 6 seconds" in answer.json()["error"]
     assert server.client.post("/generate", json={"inputs": "x"}).status_code == 200
     assert server.client.get("/health/live").status_code == 200
 

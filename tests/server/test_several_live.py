@@ -195,7 +195,7 @@ def test_loading_fails_no_request_of_another_model(server: Process, capsys: pyte
             assert (status, "its weights take 8192.0 GiB" in sentence) == (1, True), sentence
             assert call("load", "x", "three", "--option", "recipe=bf16") == (0, "x is served.\n")
             assert server.client.post("/v1/embeddings", json={"model": "x", "input": "a"}).status_code == 200
-            assert call("unload", "x") == (0, "x is not served any more.\n")
+            assert call("unload", "x") == (0, "x was unloaded.\n")
             assert server.client.post("/v1/embeddings", json={"model": "x", "input": "a"}).status_code == 404
         finally:
             stop.set()

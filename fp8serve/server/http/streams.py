@@ -1,10 +1,9 @@
-"""Server-sent events, and noticing that the client has gone.
+"""Server-sent events, and the detection of clients that disconnect.
 
-`EventStream` sends what an async generator yields, adds a comment after a silence so that proxies keep the
-connection, and closes the generator the moment the client disconnects, which aborts the generation. The
-generator must not raise: its author turns failures into an error event, because after a 200 nothing else can be
-said. `until_disconnect` gives plain JSON handlers the same. No `request.is_disconnected()` here: behind middleware
-it does not see a disconnect in time.
+`EventStream` sends what an async generator yields. During a silence it sends comments, so that proxies keep the
+connection open. It closes the generator when the client disconnects, which aborts the generation. The generator must
+not raise: errors after the status 200 can only be sent as events. `until_disconnect` does the same for JSON responses.
+`request.is_disconnected()` is not used, because behind middleware it detects a disconnect too late.
 """
 
 import asyncio
@@ -23,22 +22,23 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ClientGoneError(Exception):
-    """The client closed the connection before it had its answer."""
+    """The client closed the connection before the response was complete."""
 
 
 def to_json(value: Any) -> str:
-    """Compact JSON; a NaN or infinity is a bug and raises."""
+    """Returns compact JSON. Raises ValueError for NaN and infinity."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def event(data: Any, *, name: str | None = None, id: int | None = None) -> bytes:  # noqa: A002 - the field's name
-    """One server-sent event holding `data` as JSON."""
+    """Returns a server-sent event with `data` as JSON."""
     head = (f"id: {id}\n" if id is not None else "") + (f"event: {name}\n" if name else "")
     return f"{head}data: {to_json(data)}\n\n".encode()
 
 
 class EventStream(Response):
-    """A `text/event-stream` answer fed by `events`; `on_close` runs when it ends, however it ends."""
+    """A `text/event-stream` response of the chunks that `events` yields. `on_close` is called when the response
+    ends."""
 
     media_type = "text/event-stream"
 
@@ -61,25 +61,25 @@ class EventStream(Response):
         self.raw_headers = [(k, v) for k, v in self.raw_headers if k != b"content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.create_task(wait_for_disconnect(receive))
+        disconnect = asyncio.create_task(wait_for_disconnect(receive))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for chunk in self._chunks(gone):
+            async for chunk in self._chunks(disconnect):
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            await cancel(gone)
-            with contextlib.suppress(RuntimeError):  # it is running only if this task was cancelled inside it
+            await cancel(disconnect)
+            with contextlib.suppress(RuntimeError):  # raised if this task was cancelled inside the generator
                 await self.events.aclose()
             self.on_close()
 
-    async def _chunks(self, gone: "asyncio.Task[None]") -> AsyncGenerator[bytes, None]:
+    async def _chunks(self, disconnect: "asyncio.Task[None]") -> AsyncGenerator[bytes, None]:
         while True:
             step = asyncio.ensure_future(anext(self.events, None))
             try:
                 while not step.done():
-                    await asyncio.wait({step, gone}, timeout=self.keep_alive, return_when=asyncio.FIRST_COMPLETED)
-                    if gone.done():
+                    await asyncio.wait({step, disconnect}, timeout=self.keep_alive, return_when=asyncio.FIRST_COMPLETED)
+                    if disconnect.done():
                         return
                     if not step.done():
                         yield KEEP_ALIVE
@@ -92,28 +92,28 @@ class EventStream(Response):
 
 
 async def cancel(task: "asyncio.Future[Any]") -> None:
-    """Cancels and waits until the task has really ended."""
+    """Cancels the task and waits until it has ended."""
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError, Exception):
         await task
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
-    """Returns when the client closes the connection. The body must have been read."""
+    """Returns when the client closes the connection. The request's body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled, and ClientGoneError raised, when the client goes away first."""
+    """Returns the result of `work`. If the client disconnects first, cancels `work` and raises ClientGoneError."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.create_task(wait_for_disconnect(request.receive))
+    disconnect = asyncio.create_task(wait_for_disconnect(request.receive))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGoneError
         return task.result()
     finally:
-        await cancel(gone)
+        await cancel(disconnect)
         if not task.done():
             await cancel(task)

@@ -80,10 +80,10 @@ async def test_the_refusal_is_one_sentence(start: Start, tmp_path: Path) -> None
     async with start(api_keys=one_for_each_scope(tmp_path / "keys.toml")) as server:
         answer = await server.client.get("/metrics", headers=bearer(key_of("generate")))
         assert answer.status_code == 403
-        assert answer.json()["error"] == "This API key is for generate, and that does not open this route."
+        assert answer.json()["error"] == "The scopes of this API key (generate) do not open this route."
         answer = await server.client.post("/v1/completions", json={}, headers=bearer(key_of("read")))
         assert answer.json()["error"]["code"] == "forbidden"
-        assert answer.json()["error"]["message"].startswith("This API key is for read,")
+        assert answer.json()["error"]["message"].startswith("The scopes of this API key (read)")
         assert (await server.client.get("/health")).status_code == 200
 
 

@@ -92,7 +92,9 @@ async def test_an_answer_that_cannot_be_read_is_an_error_with_a_sentence(
     assert process._process is None
 
 
-@pytest.mark.parametrize(("number", "message"), [(signal.SIGSEGV, "tokenizer ended"), (signal.SIGABRT, "more memory")])
+@pytest.mark.parametrize(
+    ("number", "message"), [(signal.SIGSEGV, "tokenizer crashed"), (signal.SIGABRT, "more memory")]
+)
 def test_a_process_that_dies_of_a_tokenizer_is_the_requests_fault(number: int, message: str, tmp_path: Path) -> None:
     """Whatever ends it; and the next job is done."""
     directory = str(model_dir(tmp_path))

@@ -175,7 +175,7 @@ def _full(rank: int, config: str) -> str:
     def refuse(*call: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    shards._write = refuse
+    shards._write_parts = refuse
     with pytest.raises(MachineError) as refusal:
         Trainer(TrainConfig.from_json(config), Ranks(rank, 2)).run()
     return str(refusal.value)
@@ -185,16 +185,14 @@ def test_one_process_has_nothing_to_divide(configure: Configure) -> None:
     told: list[dict[str, Any]] = []
     result = Trainer(configure(fsdp=True)).run(told.append)
     assert result.status == "succeeded"
-    assert "There is one process, so nothing is divided (fsdp)" in [
-        e["message"] for e in told if e["type"] == "message"
-    ]
+    assert "There is one process, so fsdp shards nothing" in [e["message"] for e in told if e["type"] == "message"]
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"lora_rank": 4, "recipe": "rowwise"}, "an adapter is small beside its frozen base; leave it out"),
-        ({"method": "grpo", "reward": "reward.py"}, "fsdp divides a model among processes, and grpo runs in one"),
+        ({"method": "grpo", "reward": "reward.py"}, "fsdp shards a model over several processes, and grpo uses one"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_at_once(configure: Configure, options: dict[str, Any], said: str) -> None:
