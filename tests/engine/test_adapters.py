@@ -19,7 +19,7 @@ from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.forward import Forward
 from fp8serve.train.log_probs import log_probs
-from fp8serve.train.lora import adapted_model, trained
+from fp8serve.train.lora import adapted_model, adapter_parameters
 
 from .adapters import write_random_adapter
 from .tiny import call_each_layer, write_model, write_scales
@@ -158,7 +158,7 @@ def test_an_adapter_has_the_trainers_log_probabilities(tmp_path: Path, dora: boo
     decoder = adapted_model(config)
     stored = load_file(adapter / "adapter_model.safetensors")
     with torch.no_grad():
-        for name, master in trained(decoder).items():
+        for name, master in adapter_parameters(decoder).items():
             suffix = "" if name.endswith("vector") else ".weight"
             master.copy_(stored[f"base_model.model.{name}{suffix}"])
     expected = log_probs(Forward(decoder, None), PROMPTS[:3])

@@ -11,7 +11,7 @@ import transformers
 
 from fp8serve.calibration.pipeline import calibrate
 from fp8serve.cli import main
-from fp8serve.engine.classifying import QWEN3, Classifier
+from fp8serve.engine.classifying import QWEN3_TEMPLATE, Classifier
 from fp8serve.engine.task import task_of
 from fp8serve.errors import ModelError
 from fp8serve.fp8.ops import reference
@@ -61,7 +61,7 @@ def as_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prompt(pair: tuple[str, str]) -> str:
-    return QWEN3[0] + pair[0] + QWEN3[1] + pair[1] + QWEN3[2]
+    return QWEN3_TEMPLATE[0] + pair[0] + QWEN3_TEMPLATE[1] + pair[1] + QWEN3_TEMPLATE[2]
 
 
 @torch.no_grad()
