@@ -258,7 +258,7 @@ class Forward:
             return self._logits(batch)
 
     def accumulated_update(self) -> AbstractContextManager[None]:
-        """Returns a context for the microbatches of one step: as_delayed scales change once, at its end."""
+        """Returns a context for the microbatches of one step: delayed scales change once, at its end."""
         recipe = as_delayed(self._step_recipe)
         return nullcontext() if recipe is None else accumulated_update(self._session, recipe, default_group())
 
