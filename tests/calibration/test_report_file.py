@@ -63,7 +63,7 @@ def test_inspect_draws_nothing_of_what_was_not_calibrated(
     assert main(["inspect", str(model_dir), "--report", page]) == 1
     assert "holds no calibration.json" in capsys.readouterr().err
     assert main(["inspect", str(calibrated / "out"), str(model_dir), "--report", page]) == 1
-    assert "leave out the other" in capsys.readouterr().err
+    assert "leave OTHER out" in capsys.readouterr().err
     assert not Path(page).exists()
 
 

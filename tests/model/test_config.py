@@ -216,7 +216,7 @@ def test_layer_types_that_contradict_the_window_are_refused(raw: dict[str, Any])
     ("change", "message"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported; supported are LlamaForCausalLM"),
-        ({"model_type": "gemma"}, "'LlamaForCausalLM' is not that of GemmaForCausalLM"),
+        ({"model_type": "gemma"}, "'LlamaForCausalLM', but its model_type builds GemmaForCausalLM"),
         ({"architectures": ["MistralForCausalLM"]}, "'MistralForCausalLM' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"final_logit_softcapping": 30.0}, "'final_logit_softcapping' is 30.0, which fp8serve does not implement"),

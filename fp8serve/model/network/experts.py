@@ -345,7 +345,7 @@ class _ChooseExperts(torch.autograd.Function):
         chosen, weights = _choose_experts(logits, correction, *options)
         ctx.save_for_backward(logits, chosen)
         ctx.mark_non_differentiable(chosen)
-        ctx.routing_weights = partial(routing_weights, scores=scores, normalizes=normalizes, scale=scale, dtype=dtype)
+        ctx.weigh = partial(routing_weights, scores=scores, normalizes=normalizes, scale=scale, dtype=dtype)
         return chosen, weights
 
     @staticmethod
