@@ -231,6 +231,6 @@ def test_the_command_line_says_what_became_of_drafts(home: Path, capsys: pytest.
     assert main([*ask, "--draft-model", str(home / "same")]) == 0
     found = capsys.readouterr()
     assert found.out == expected.out
-    assert re.search(r"speculation: (\d+) of \1 drafted tokens .* 64 tokens in \d\d steps", found.err)
+    assert re.search(r"speculation: (\d+) of \1 draft tokens .* 64 tokens in \d\d steps", found.err)
     assert main([*ask, "--draft-model", str(home / "nowhere")]) == 1
     assert "nowhere is not a directory" in capsys.readouterr().err

@@ -128,7 +128,7 @@ class Computed(Work):
     """Samples at the end of the prompt and behind it, though all tokens are known."""
 
     @property
-    def samples(self) -> bool:
+    def needs_sample(self) -> bool:
         return self.start + self.count >= self.seq.num_prompt
 
 
