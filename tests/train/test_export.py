@@ -86,7 +86,7 @@ def test_a_recipe_that_depends_on_its_batch_says_so(configure: Configure) -> Non
         f"A server computes other log-probabilities than this run: {why}"
     ]
     forward = prepare(configure(recipe="current"), Path(result.model), seen.append).forward
-    with pytest.raises(RecipeError, match="would differ from a server's: A recipe with one scale for a whole input"):
+    with pytest.raises(RecipeError, match="would differ from a server's: The recipe has one scale for a whole input"):
         log_probs(forward, [[1, 2, 3]])
 
 
