@@ -153,7 +153,7 @@ async def test_jobs_run_again_after_the_table_could_not_be_read(start: Start, mo
             raise FULL
 
         with monkeypatch.context() as broken:
-            broken.setattr(server.state.jobs, "unfinished", unreadable)
+            broken.setattr(server.state.jobs, "unfinished_jobs", unreadable)
             job = await submit(server, "fine")
             await eventually(lambda: failures)
         assert (await wait_for(server, job["id"], "succeeded"))["status"] == "succeeded"
