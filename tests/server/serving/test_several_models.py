@@ -92,7 +92,7 @@ async def test_an_unknown_model_is_openais_404_and_says_which_there_are(start: S
     async with start(aliases=("other=tiny",)) as server:
         answer = await complete(server, "nope")
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
-        assert "answers to tiny, other" in answer.json()["error"]["message"]
+        assert "has tiny, other" in answer.json()["error"]["message"]
 
 
 async def test_v1_models_tells_all_names_and_their_states(start: Start, more: Path) -> None:
@@ -172,13 +172,13 @@ async def test_load_and_unload_are_idempotent_and_leave_no_trace(start: Start, m
         ("x", {"source": "a", "options": {"draft_model": "/etc"}}, 422, "draft_model is a path"),
         ("x", {"source": "a", "options": {"colour": 1}}, 422, "no option 'colour'"),
         ("x", {"source": "a", "options": {"max_num_seqs": 0}}, 422, "max_num_seqs must be at least"),
-        ("x", {"source": "a", "options": {"recipe": "nope"}}, 422, "no recipe 'nope'"),
+        ("x", {"source": "a", "options": {"recipe": "nope"}}, 422, "unknown recipe 'nope'"),
         ("x", {"source": "a", "options": {"tool_parser": "nope"}}, 422, "tool_parser"),
         ("x", {"options": {"max_num_seqs": 1}}, 422, "options needs a source"),
         ("x", {"source": 1}, 422, "source"),
         ("x", {"source": "a", "options": {"threads": [1]}}, 422, "threads must be a whole number"),
         ("x", {"source": "a", "options": {"recipe": {"a": 1}}}, 422, "recipe"),
-        ("x", {"source": "a", "options": {"recipe": "a" * 100000}}, 422, "no recipe"),
+        ("x", {"source": "a", "options": {"recipe": "a" * 100000}}, 422, "unknown recipe"),
         ("x", {"source": "a", "more": 1}, 422, "more"),
     ],
 )
@@ -237,7 +237,7 @@ async def test_a_model_that_does_not_fit_is_refused_before_anything_starts(
         monkeypatch.setattr(model_loader, "free_memory", lambda: 800 << 20)  # 600 MiB of it will be the first model's
         answer = await load(server, "x", "a")
         assert (answer.status_code, answer.json()["code"]) == (409, "load_failed")
-        assert "200.0 MiB are free" in answer.json()["error"]
+        assert "200.0 MiB are left" in answer.json()["error"]
         assert len(server.launcher.engines) == 1
         monkeypatch.setattr(model_loader, "free_memory", lambda: 1256 << 20)
         assert (await load(server, "x", "a")).status_code == 200
@@ -369,11 +369,11 @@ async def test_an_engine_that_ends_with_the_server_is_not_started_again(start: S
         server.state.begin_drain()
         assert model.current is not None
         server.launcher.engines[0].alive = False
-        await EngineSupervisor(model)._look_after(model.current)
+        await EngineSupervisor(model)._check(model.current)
         assert model.state == "ready"
         assert model.admission.capacity.in_flight == 0
         model.is_shutting_down = False  # as while requests are in flight
-        await EngineSupervisor(model)._look_after(model.current)
+        await EngineSupervisor(model)._check(model.current)
         await eventually(lambda: len(server.launcher.engines) == 3)
 
 
@@ -491,7 +491,7 @@ async def test_info_and_scales_of_a_model_by_name(start: Start, more: Path) -> N
         ("x=", "must be NAME=DIR"),
         ("x=dir,colour=1", "no option 'colour'"),
         ("x=dir,max_model_len=many", "max_model_len must be a whole number"),
-        ("x=dir,recipe=nope", "no recipe 'nope'"),
+        ("x=dir,recipe=nope", "unknown recipe 'nope'"),
         ("ftjob-1=dir", "a name of fine-tunes"),
         ("a b=dir", "A model's name has"),
     ],
@@ -515,7 +515,7 @@ def test_a_model_of_the_command_line() -> None:
     [
         ({"models": (NamedModel("tiny", Path("x")),)}, "'tiny' is the name of two models"),
         ({"models": (NamedModel("x", Path("x")),), "aliases": ("x=tiny",)}, "'x' is the name of two models"),
-        ({"aliases": ("a=nope",)}, "the name one of tiny"),
+        ({"aliases": ("a=nope",)}, "one of the names tiny"),
         ({"aliases": ("tiny",)}, "--alias must be ALIAS=NAME"),
         ({"aliases": ("a b=tiny",)}, "A model's name has"),
     ],

@@ -150,7 +150,7 @@ async def test_pushed_weights_are_held_against_texts(start: Start, moody: Path) 
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ({"max_perplexity_ratio": 3}, "give texts"),
+        ({"max_perplexity_ratio": 3}, "needs texts"),
         ({"texts": []}, "texts"),
         ({"texts": ["a", "b"]}, "No text has two tokens"),
         ({"texts": ["a" * 512]}, "Text 1 fills the whole context"),
