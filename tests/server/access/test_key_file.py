@@ -66,7 +66,7 @@ def test_hangup_has_the_file_read_and_ends_nothing(tmp_path: Path) -> None:
     options = {"model": str(model_dir(tmp_path / "tiny")), "data_dir": str(tmp_path / "data"), "fake": True}
     with serving(tmp_path / "log", **options, api_keys=str(path)) as server:
         server.popen.send_signal(signal.SIGHUP)
-        until(lambda: "read 1 keys" in server.log.read_text(), "the file to be read")
+        until(lambda: "read 1 API keys" in server.log.read_text(), "the file to be read")
         assert server.client.get("/version", headers=bearer("one")).status_code == 200
         assert server.stop() == 0
 

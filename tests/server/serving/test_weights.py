@@ -152,7 +152,7 @@ async def test_pushed_weights_are_held_against_texts(start: Start, moody: Path) 
     [
         ({"max_perplexity_ratio": 3}, "needs texts"),
         ({"texts": []}, "texts"),
-        ({"texts": ["a", "b"]}, "No text has two tokens"),
+        ({"texts": ["a", "b"]}, "a text of at least two tokens"),
         ({"texts": ["a" * 512]}, "Text 1 fills the whole context"),
         ({"texts": ["a" * 5000]}, "context"),
         ({"texts": ["abc"], "max_perplexity_ratio": 0.5}, "max_perplexity_ratio"),
