@@ -101,7 +101,7 @@ def test_a_key_that_cannot_be_added_changes_nothing(tmp_path: Path, capsys: pyte
         (["--name", "ci", "--scope", "read"], "already has a key named ci"),
         (["--name", "cd", "--scope", "read"], "cannot be added"),
         (["--name", "cd", "--scope", "all"], "scopes[0] must be"),
-        (["--name", "a.b", "--scope", "read"], "'a.b' is none"),
+        (["--name", "a.b", "--scope", "read"], "unlike 'a.b'"),
     ):
         assert main([*made, *more]) == 1
         shown = capsys.readouterr()
