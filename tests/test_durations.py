@@ -40,8 +40,8 @@ def test_a_function_is_listed_by_the_mean_of_its_cases(tmp_path: Path) -> None:
             durations.pytest_runtest_logreport(report)
     durations.pytest_terminal_summary(Mock())
     assert json.loads((tmp_path / "record.json").read_text()) == {
-        "files": {"a.py": 0.6, "b.py": 3.0},
-        "cases": {"a.py::test_one": 0.3, "b.py::test": 3.0},
+        "files": {"test_a.py": 0.6, "test_b.py": 3.0},
+        "cases": {"test_a.py::test_one": 0.3, "test_b.py::test": 3.0},
     }
 
 
