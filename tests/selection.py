@@ -101,9 +101,10 @@ def outside_pairs(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 
 
 def too_expensive(items: Sequence[pytest.Item], seconds: float, means: Mapping[str, float]) -> list[pytest.Item]:
-    """Returns the items to leave out so that the rest takes at most `seconds`: all cases of the slowest functions.
+    """Returns the items to leave out: all cases of the slowest functions, until the rest takes at most `seconds`.
 
-    means: the mean seconds of a case of each function; of others, a hundredth is assumed.
+    `means` has the mean seconds of a case by function. Functions that it lacks, and items marked `smoke`, are never
+    left out, even if they take longer than `seconds`; a case of the former counts as 0.01 seconds.
     """
 
     def cost(item: pytest.Item) -> float:
