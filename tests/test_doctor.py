@@ -199,7 +199,9 @@ def test_kernels_are_checked_on_demand_and_the_verdict_is_kept(
 ) -> None:
     where = ["--data-dir", str(tmp_path)]
     assert main(["doctor", *where]) == 0
-    assert "check    cpu: the kernels have not been checked on this machine; run doctor --check" in capsys.readouterr().out
+    assert (
+        "check    cpu: the kernels have not been checked on this machine; run doctor --check" in capsys.readouterr().out
+    )
     checked(
         monkeypatch, ("quantize.avx2", selfcheck.KernelResult("agrees")), ("mm.avx2", selfcheck.KernelResult("agrees"))
     )

@@ -1,5 +1,5 @@
-"""Functions that return HTML elements as text. Arguments named `content` or `rows` must be HTML; all other arguments
-are escaped.
+"""Functions that return HTML elements as text. Arguments named `content` or `rows` are HTML and are
+inserted as they are; all other arguments are text and are escaped.
 
 A page is one self-contained file without scripts, fonts or external addresses. It can be mailed, archived, and opened
 without a network. style.css has light and dark colours; the colours of series (s0 to s6) can be distinguished with

@@ -1,8 +1,9 @@
 """Selects the linears that stay in high precision.
 
 `skip` and `only` name linears by patterns. A quality target (`target_kl`, `max_ppl_increase`) is met with as few bytes
-as possible: groups of linears are sorted by the KL divergence that their FP8 adds (compare.py), divided by the bytes
-that it saves, and the first groups return to high precision. Bisection with measurements finds how many. Linears that
+as possible: groups of linears are sorted by the KL divergence that quantizing them adds (compare.py), divided by the
+bytes that quantizing them saves. The first groups of this order stay in high precision, and bisection with measurements
+finds how many groups are necessary. Linears that
 read the same input form a group. The experts of a layer form a group, too, because they are served as one product.
 """
 
@@ -85,17 +86,18 @@ class QualityTarget:
         return self.ppl_increase is None or quality.perplexity <= reference * (1 + self.ppl_increase / 100)
 
 
-def groups_by_cost(linears: Mapping[str, Linear], shares: Mapping[str, float]) -> list[LinearGroup]:
-    """Groups `linears` and sorts the groups by the KL divergence that their FP8 adds per byte saved, largest first."""
+def groups_by_cost(linears: Mapping[str, Linear], kl_by_linear: Mapping[str, float]) -> list[LinearGroup]:
+    """Groups `linears` and sorts the groups by the KL divergence that quantizing them adds per byte saved,
+    largest first."""
     groups = [
-        LinearGroup(names, sum(bytes_saved(linears[n]) for n in names), sum(shares.get(n, 0.0) for n in names))
+        LinearGroup(names, sum(bytes_saved(linears[n]) for n in names), sum(kl_by_linear.get(n, 0.0) for n in names))
         for names in serving_groups(linears)
     ]
     return sorted(groups, key=lambda group: -(group.kl or 0.0) / group.bytes)
 
 
 def bytes_saved(linear: nn.Module) -> int:
-    """Returns the bytes that the weight needs less in FP8 than in BF16."""
+    """Returns how many fewer bytes the weight has in FP8 than in BF16."""
     return int(linear.get_parameter("weight").numel())
 
 

@@ -37,8 +37,8 @@ def fastest(candidates: Mapping[str, Call], seconds: float) -> dict[str, float]:
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:
-    """Returns the smallest value that at least `fraction` (0 to 1) of the values do not exceed, or NaN if there are no
-    values."""
+    """Returns the nearest-rank percentile, or NaN if there are no values: the smallest value v such that at least
+    `fraction` (0 to 1) of the values are at most v."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)] if ordered else math.nan
 
@@ -70,7 +70,8 @@ def provenance(command: str) -> dict[str, Any]:
 
 
 def commit(folder: Path) -> str | None:
-    """Returns the commit of the git checkout at `folder`, with "+" if files were modified, or None if it is none."""
+    """Returns the commit of the git checkout at `folder`, with "+" if files were modified, or None if `folder`
+    is not in a git checkout."""
     commit_id = _git(folder, "rev-parse", "--short=12", "HEAD")
     if commit_id is None:
         return None

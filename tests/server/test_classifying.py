@@ -88,8 +88,8 @@ def test_a_parser_process_reads_pairs_as_the_front_does(served: tuple[Process, P
     tokenizer = Tokenizer.from_dir(served[1])
     for most, document in ((None, None), (6, None), (None, 2), (7, 3)):
         forms = [(second is None, most, document) for _, second in pairs]
-        head = {"directory": str(served[1]), "lengths": [*map(len, pieces)], "forms": forms}
-        head |= {"around": None, "before": ""}
+        head = {"directory": str(served[1]), "lengths": [*map(len, pieces)], "limits": forms}
+        head |= {"prompt_parts": None, "prefix": ""}
         expected = [read_text(tokenizer, TextRequest(*pair, most, document)) for pair in pairs]
         assert JOBS["pairs"](head, b"".join(pieces))[0]["pairs"] == expected
 

@@ -3,8 +3,8 @@
 All arithmetic on values is FP32 unless a comment says otherwise. These rules hold everywhere (docs/numerics.md lists
 them with their tests):
 
-* A cast rounds to nearest even and saturates: values beyond the maximum, with infinities, become +-max. NaN stays NaN.
-  torch's own cast to E5M2 does not saturate, so values are clamped first (clamp keeps NaN).
+* A cast rounds to nearest even and saturates: values beyond the maximum, including infinities, become +-max. NaN stays
+  NaN. torch's own cast to E5M2 does not saturate, so values are clamped first (clamp keeps NaN).
 * `scale` multiplies to quantize, `scale_inv = 1 / scale` multiplies to dequantize. Both FP32.
 * `amax` is the largest magnitude without NaN elements, and 0 for an empty tensor. It may be infinite.
 * `a / b` divides tensors. `float / tensor` in torch is a reciprocal and a product, which rounds twice.
@@ -39,7 +39,8 @@ def amax(x: Tensor, dims: tuple[int, ...] = ()) -> Tensor:
 
 
 def fast_amax(x: Tensor) -> Tensor:
-    """Returns the amax of x, on a CPU with one pass over x in its own dtype unless x has NaN or is traced."""
+    """Returns the amax of x like `amax`. On a CPU it reads x once, in the dtype of x, unless x has NaN elements or
+    torch.compile traces the call."""
     if x.device.type == "cpu" and x.numel() and not torch.compiler.is_compiling():
         low, high = x.detach().aminmax()
         largest = torch.maximum(low.abs(), high.abs()).float()
@@ -67,7 +68,8 @@ def scale_from_amax(amax: Tensor, fp8_max: float, power_2: bool) -> Tensor:
 
 
 def inverse_scale(scale: Tensor, amax: Tensor, infinity_is_nan: bool) -> Tensor:
-    """Returns 1 / scale; with `infinity_is_nan`, NaN for each scale whose amax is infinite. Both have one shape."""
+    """Returns 1 / scale; with `infinity_is_nan`, NaN for each scale whose amax is infinite. `scale` and
+    `amax` have the same shape."""
     inverse = scale.reciprocal()
     return torch.where(amax.isinf(), torch.nan, inverse) if infinity_is_nan else inverse
 

@@ -1,4 +1,5 @@
-"""`ModelConfig`, the hyper-parameters of a decoder (decoder.py reads them), and whose code runs a model.
+"""`ModelConfig`, the hyper-parameters of a decoder (decoder.py reads them from config.json), and `computed_by`, which
+says whether fp8serve's layers or transformers' class compute a model.
 
 Does not import torch.
 """
@@ -17,7 +18,8 @@ Activation = Literal["silu", "gelu_tanh", "xielu"]
 
 @dataclass(frozen=True)
 class TransformersClass:
-    """A model without a family, which transformers' own class computes (transformers_backend/)."""
+    """An architecture that config/families.py does not list, so transformers' class computes it
+    (transformers_backend/)."""
 
     config_json: str
     softmax_scales: tuple[float, ...]  # one per layer
@@ -93,7 +95,7 @@ COMPUTED_BY: dict[ComputedBy, str] = {
 
 
 def computed_by(config: AnyConfig) -> ComputedBy:
-    """Returns whose code computes the model. `COMPUTED_BY` has its description."""
+    """Returns whether fp8serve's layers or transformers' class compute the model. `COMPUTED_BY` describes both."""
     return "transformers" if isinstance(config, ModelConfig) and config.computed_by is not None else "fp8serve"
 
 

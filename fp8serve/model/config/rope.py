@@ -116,7 +116,7 @@ def _rope_parameters(get: Reader) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     where, new, old = get.where, get.raw.get("rope_parameters"), get.raw.get("rope_scaling")
     if new and old and _without_theta(new) != _without_theta(old):
-        raise ModelError(f"{where}: rope_parameters and rope_scaling contradict each other; remove one of them.")
+        raise ModelError(f"{where}: rope_parameters and rope_scaling differ; remove one of them.")
     _check_theta(get, new)
     parameters = new or old or get.family.defaults.get("rope_parameters") or {}
     is_by_layer_type = isinstance(parameters, dict) and any(isinstance(value, dict) for value in parameters.values())
@@ -265,7 +265,8 @@ def _scaling(kind: str, rope: dict[str, Any], max_len: int, where: str) -> RopeS
 
 
 def _yarn_attention(factor: float, rope: Mapping[str, Any], number: Callable[[str], float]) -> float:
-    """Returns YaRN's factor of cos and sin, 0.1 ln(factor) + 1 (arXiv 2309.00071), or DeepSeek's quotient of two."""
+    """Returns YaRN's factor of cos and sin, 0.1 ln(factor) + 1 (arXiv 2309.00071), or DeepSeek's:
+    the quotient of this factor with the weights `mscale` and `mscale_all_dim`."""
 
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -42,7 +42,8 @@ def matches(target: str, linear: str) -> bool:
 def _compile(pattern: str) -> Callable[[str], bool]:
     if len(pattern) > MAX_EXPRESSION_CHARS:
         raise ModelError(
-            f"quantization_config names layers by {len(pattern)} characters, {shown(pattern)}; shorten it."
+            f"quantization_config names layers by the regular expression {shown(pattern)}, which has {len(pattern)} "
+            f"characters; at most {MAX_EXPRESSION_CHARS} are supported."
         )
     from pydantic import PydanticUserError, StringConstraints, TypeAdapter, ValidationError
     from pydantic_core import SchemaError
@@ -51,8 +52,8 @@ def _compile(pattern: str) -> Callable[[str], bool]:
         adapter = TypeAdapter(Annotated[str, StringConstraints(pattern=f"^(?:{pattern})")])
     except (SchemaError, PydanticUserError):
         raise ModelError(
-            f"quantization_config names layers by {shown(_PREFIX + pattern)}, which is not a regular expression "
-            "without look-around and back-references; write the layers' names there."
+            f"quantization_config names layers by {shown(_PREFIX + pattern)}, which is no regular expression or uses "
+            "look-around or back-references, which are not supported; write the layers' names instead."
         ) from None
 
     def matches(name: str) -> bool:

@@ -120,7 +120,9 @@ def _check_message(message: Mapping[str, Any], where: str) -> None:
     if message.get("weight") not in (0, 1, None):
         raise DataError(f"{where} has weight {shown(message['weight'])}, which is neither 0 nor 1.")
     if foreign := [flag for flag in FOREIGN_FLAGS if message.get(flag) is not None]:
-        raise DataError(f'{where} has `{foreign[0]}`, which is not read; write "weight": 0 for a message without loss.')
+        raise DataError(
+            f'{where} has `{foreign[0]}`, which is not supported; write "weight": 0 for a message without loss.'
+        )
     valid_unicode("".join(texts), where)
 
 
@@ -128,7 +130,9 @@ def _check_result(message: Mapping[str, Any], calls: set[str], where: str) -> No
     """Raises DataError if a tool's message has an id that is not in `calls`, the ids of earlier calls, if any."""
     call_id = message.get("tool_call_id") if message["role"] == "tool" else None
     if call_id is not None and calls and call_id not in calls:
-        raise DataError(f"{where} is the result of the call {shown(call_id)}, which no earlier message makes.")
+        raise DataError(
+            f"{where} is the result of the call {shown(call_id)}, but no earlier message has a call with this id."
+        )
 
 
 def _check_answer(message: Mapping[str, Any], where: str) -> None:
@@ -136,7 +140,7 @@ def _check_answer(message: Mapping[str, Any], where: str) -> None:
     calls = message.get("tool_calls") or ()
     texts = [*_texts(message.get("content"), True, where), *(message.get(key) for key in REASONING_KEYS)]
     if not calls and not any(texts):
-        raise DataError(f"{where}, the assistant's, is empty; remove it, or give it weight 0.")
+        raise DataError(f"{where} is an empty assistant message; remove it, or give it weight 0.")
     for i, call in enumerate(calls):
         what, arguments = f"{where}: `arguments` of call {i}", call["function"]["arguments"]
         if isinstance(arguments, str):  # empty text means no arguments

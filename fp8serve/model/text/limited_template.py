@@ -2,8 +2,8 @@
 
 A chat template is an untrusted program, so commands, jobs and the Python API do not run it in their own process. A
 `LimitedTemplate` starts `python -m fp8serve.model.text.limited_template` for the first rendering, and ends it when the
-`LimitedTemplate` is garbage-collected. The child process compiles the template and processes one batch of
-conversations for each frame, including all renderings that assistant_spans.py needs. Each rendering has its own limit
+`LimitedTemplate` is garbage-collected. The child process compiles the template and processes one batch of conversations
+for each message that it reads, including all renderings that assistant_spans.py needs. Each rendering has its own limit
 of CPU time. If a batch exceeds a limit, its conversations are sent again one by one, so that only the faulty one gets
 an error. A template that has exceeded a limit with a single conversation is not run again.
 

@@ -4,10 +4,10 @@ A row omits columns that are empty in it. Cells of `messages` and `tools` may be
 of JSON and CSV hold one row at a time in memory.
 
 A few bytes of Parquet can encode any number of values: a million repetitions of a string, lists of a billion nulls, or
-a page that decompresses to two gigabytes. So only requested columns are decoded, ROWS_PER_BATCH rows at a time, under a
-limit of further memory where the system supports it. The size of decoded rows is estimated before they become Python
-objects. A value that Python cannot represent, such as a date in the year 30000, raises DataError with its row and
-column.
+a page that decompresses to two gigabytes. So only requested columns are decoded, ROWS_PER_BATCH rows at a time, and
+their decoding may allocate at most MEMORY_BYTES where the system supports such a limit. The size of decoded rows is
+estimated before they become Python objects. A value that Python cannot represent, such as a date in the year 30000,
+raises DataError with its row and column.
 """
 
 import csv
@@ -25,17 +25,20 @@ from fp8serve.model.storage.memory import limited_memory
 
 MAX_INTEGER_DIGITS = 4300  # Python's own limit for conversion to int
 _WHITE_SPACE = re.compile(r"[ \t\r\n]+")
-MAX_LITERAL_CHARS = 12  # an error in the last characters of the text may disappear after more text was read
+# If the end of a piece of text cuts a number or `false`, this is an error until the next piece is read. So an error
+# this close to the end is not reported before more text was read.
+MAX_LITERAL_CHARS = 12
 
 Row = Mapping[str, Any]
 NumberedRows = Iterator[tuple[int, Row]]
 ROWS_PER_BATCH = 64
-MEMORY_BYTES = 3 << 30  # further memory for decoding a batch of Parquet rows
+MEMORY_BYTES = 3 << 30  # what decoding a batch of Parquet rows may allocate
 BUFFER_BYTES = 1 << 20  # read at once from a Parquet column
 
 
 def _parse_int(digits: str) -> int | Decimal:
-    """Converts an integer to a Decimal, which only ignored columns may contain, if it is too long for Python's int."""
+    """Converts the digits of an integer to an int, or to a Decimal if they are too many for int(). A Decimal is valid
+    only in a column that is ignored."""
     return int(digits) if len(digits) <= MAX_INTEGER_DIGITS else Decimal(digits)
 
 
@@ -188,7 +191,8 @@ def parquet_rows(path: Path, file_limit: int, row_limit: int, columns: Collectio
     """Yields (number from 1, row) for a Parquet file, without nulls.
 
     `file_limit` and `row_limit` are the maximum of bytes of all rows and of one row. `columns` names the columns to
-    read; None reads all. If the file has none of them, each row maps all columns of the file to None.
+    read; None reads all. If the file has none of these columns, every row maps the name of each column of
+    the file to None, so that a message about the row can name the columns.
 
     Raises DataError if the file is no Parquet file, exceeds a limit, has a value that Python cannot represent, or if
     pyarrow is not installed.

@@ -58,8 +58,8 @@ def translate_library_errors(error_class: type[Fp8ServeError], sentence: str) ->
 
 
 class Tokenizer:
-    """A model's tokenizer and chat template. Thread-safe. The template is a `ChatTemplate` in a process with limits
-    (limited_process.py), and a `LimitedTemplate` elsewhere."""
+    """A model's tokenizer and chat template. Thread-safe. A `ChatTemplate` renders in this process, which must have
+    limits (limited_process.py); a `LimitedTemplate` renders in a child process that has limits."""
 
     def __init__(
         self,
@@ -356,8 +356,8 @@ class IncrementalDecoder:
         return withheld
 
     def _shorten_window(self, text: str) -> None:
-        """Drops all but the last tokens of the window if they decode to the end of `text`. Otherwise the window
-        would grow with every token if a vocabulary only has empty tokens or parts of characters."""
+        """Drops all but the last tokens of the window if they decode to the end of `text`. Without this, the
+        window would grow for as long as a model generates only empty tokens or parts of characters."""
         last_tokens = self._window[-_SHORT_WINDOW:]
         suffix, withheld = self._tokenizer.decode(last_tokens, self._skip_special), len(text) - self._returned
         if text.endswith(suffix) and withheld <= len(suffix):

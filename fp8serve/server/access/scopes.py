@@ -60,7 +60,7 @@ def _compile(routes: Iterable[str]) -> RoutePatterns:
 _OPEN_ROUTES: dict[Scope, RoutePatterns] = {
     scope: _compile(WITH_ANY_KEY + (() if scope == "admin" else OPENED_BY[scope])) for scope in SCOPES
 }
-_GENERATING_ROUTES = _compile(OPENED_BY["generate"])
+_LIMITED_ROUTES = _compile(OPENED_BY["generate"])
 
 
 def opens(scopes: Iterable[Scope], request: Request) -> bool:
@@ -68,9 +68,9 @@ def opens(scopes: Iterable[Scope], request: Request) -> bool:
     return any(scope == "admin" or _matches(_OPEN_ROUTES[scope], request) for scope in scopes)
 
 
-def generates(request: Request) -> bool:
+def has_tenant_limits(request: Request) -> bool:
     """Whether the limits of tenants apply to the route of this ASGI request."""
-    return _matches(_GENERATING_ROUTES, request)
+    return _matches(_LIMITED_ROUTES, request)
 
 
 def _matches(patterns: RoutePatterns, request: Request) -> bool:

@@ -34,7 +34,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from fp8serve import logs
 from fp8serve.server.access.keys import ANONYMOUS, SCOPES, Caller, KeyFile
 from fp8serve.server.access.limits import TenantLimiter, TenantRequest
-from fp8serve.server.access.scopes import generates, opens
+from fp8serve.server.access.scopes import has_tenant_limits, opens
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.scope import OPEN_PATHS, header, refuse
 from fp8serve.server.settings import Settings, is_loopback
@@ -250,7 +250,7 @@ class RateLimits:
         self._tenants = tenants
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not generates(scope):
+        if scope["type"] != "http" or not has_tenant_limits(scope):
             return await self.app(scope, receive, send)
         tenant_request = self._tenants.create_request(scope["caller"], scope["usage"])
         send_with_limits = _with_limit_headers(tenant_request, send)

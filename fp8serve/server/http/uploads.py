@@ -1,8 +1,9 @@
 """Receives a `multipart/form-data` body with one file and streams the file to the disk.
 
 Only one network chunk is held in memory. The temporary file is in the data directory, so no other directory needs to be
-writable. Bounded are the file's size, the number and size of its rows, the time between chunks and in all, and the
-number and size of the other form fields. The result is an `Upload`, whose file is complete and flushed to the disk.
+writable. Limits apply to the file's size, the number and size of its rows, the time between two chunks, the time of the
+whole upload, and the number and size of the other form fields. The result is an `Upload`, whose file is complete and
+flushed to the disk.
 """
 
 import asyncio

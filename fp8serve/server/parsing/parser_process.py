@@ -48,8 +48,8 @@ def _encode(head: Head, body: bytes) -> JobResult:
 
 def _pairs(head: Head, body: bytes) -> JobResult:
     tokenizer, texts = _tokenizer(head["directory"]), iter(split(head, body))
-    rows = zip(texts, texts, head["forms"], strict=True)
-    prompt_parts, prefix = head["around"], head["before"]
+    rows = zip(texts, texts, head["limits"], strict=True)
+    prompt_parts, prefix = head["prompt_parts"], head["prefix"]
     requests = (
         TextRequest(first, None if is_single else second, max_tokens, max_document_tokens, prompt_parts, prefix)
         for first, second, (is_single, max_tokens, max_document_tokens) in rows
@@ -119,7 +119,7 @@ def _table(head: Head, body: bytes) -> JobResult:
     return {}, TokenTable.serialize(_tokenizer(head["directory"]), head["size"])
 
 
-def _form(head: Head, body: bytes) -> JobResult:
+def _check_grammar(head: Head, body: bytes) -> JobResult:
     """Raises RequestError if the grammar in SamplingParams' fields cannot be compiled."""
     from fp8serve.engine.grammar import validate
     from fp8serve.engine.sampling_params import SamplingParams
@@ -188,7 +188,7 @@ def _dry_run(head: Head, body: bytes) -> JobResult:
     return {}, data_report(TrainConfig.from_json(body.decode())).to_json().encode()
 
 
-def _rows(head: Head, body: bytes) -> JobResult:
+def _check_rows(head: Head, body: bytes) -> JobResult:
     from fp8serve.train.config import TrainConfig
     from fp8serve.train.validate import read_files
 
@@ -215,10 +215,10 @@ JOBS: Jobs = {
     "detokenize": _detokenize,
     "echo": _echo,
     "table": _table,
-    "form": _form,
+    "check_grammar": _check_grammar,
     "check": _check,
     "dry_run": _dry_run,
-    "rows": _rows,
+    "check_rows": _check_rows,
     "some_rows": _some_rows,
 }
 

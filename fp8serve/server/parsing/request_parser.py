@@ -70,9 +70,9 @@ class RequestParser:
         head = {
             "op": "pairs",
             "lengths": [len(piece) for piece in pieces],
-            "forms": [(one.second is None, one.max_tokens, one.max_document_tokens) for one in requests],
-            "around": requests[0].prompt_parts,
-            "before": requests[0].prefix,
+            "limits": [(one.second is None, one.max_tokens, one.max_document_tokens) for one in requests],
+            "prompt_parts": requests[0].prompt_parts,
+            "prefix": requests[0].prefix,
         }
         pairs = (await self._run(served, head, b"".join(pieces)))[0]["pairs"]
         for ids, _ in pairs:
@@ -119,7 +119,7 @@ class RequestParser:
         """Raises RequestError if a grammar cannot be compiled. `grammar` maps a field of SamplingParams to its text."""
         text = json.dumps(grammar).encode()
         if grammar and text not in self._valid_grammars:
-            await self.pool.run({"op": "form"}, text, self.allowance)
+            await self.pool.run({"op": "check_grammar"}, text, self.allowance)
             self._valid_grammars[text] = None
             if len(self._valid_grammars) > MAX_CHECKED_GRAMMARS:
                 self._valid_grammars.pop(next(iter(self._valid_grammars)))

@@ -92,7 +92,10 @@ async def test_jobs_over_http(start: Start) -> None:
             ({"grader_url": "http://[::1"}, "grader_url must be an address"),
             ({"grader_url": "http://x:99999/"}, "grader_url must be an address"),
             ({"grader_url": "http://localhost:9001/grade"}, "This server does not send completions to that address"),
-            ({"grader_url": "http://localhost:9000/grade", "loss_type": "ipo"}, "loss_type ipo is no loss of the method grpo"),
+            (
+                {"grader_url": "http://localhost:9000/grade", "loss_type": "ipo"},
+                "loss_type ipo is no loss of the method grpo",
+            ),
             ({"grader_url": "http://localhost:9000/grade", "num_generations": 1}, "num_generations"),
             ({"reward": "/etc/passwd"}, "reward"),
             ({}, "needs one source of rewards"),

@@ -1,18 +1,18 @@
 """The losses of direct preference optimisation, and the method that the trainer calls.
 
-For a completion y of a prompt x with policy p and reference model q, r(y) = log p(y|x) - log q(y|x) in nats. It is a
-sum over the completion's tokens, or their mean where the table says so. With d = r(chosen) - r(rejected), the losses
-are
+For a completion y of a prompt x with policy p and reference model q, r(y) = log p(y|x) - log q(y|x) in nats. The
+log-probabilities of the completion's tokens are added ("sums" in the table) or averaged ("means"). With d = r(chosen) -
+r(rejected), the losses are
 
     sigmoid        -log s(b d), sums                    Rafailov et al. 2023, eq. 7
     sigmoid_norm   -log s(b d), means                   Lambert et al. 2024 (Tulu 3), section 5.1.2
     ipo            (d - 1 / 2b)^2, means                Azar et al. 2024, eq. 17; means as in its authors' code
     simpo          -log s(b d - g), means, no reference Meng et al. 2024, eq. 6
 
-where s is the logistic function, b is beta and g is gamma. Label smoothing e (Mitchell's cDPO) adds (1 - e) times the
-loss and e times the loss of the swapped pair: it assumes that labels are wrong with probability e. LD-DPO (Liu et al.
-2024) multiplies the log-probabilities of the longer completion's tokens beyond the length of the shorter one by
-`ld_alpha`.
+where s is the logistic function, b is beta and g is gamma. With label smoothing e (Mitchell's cDPO), the loss is
+(1 - e) times the loss of the pair plus e times the loss of the swapped pair, for labels that are wrong with probability
+e. LD-DPO (Liu et al. 2024) multiplies the log-probabilities of the longer completion's tokens beyond the length of the
+shorter one by `ld_alpha`.
 
 The reference model is the model before its first step. Its scores of both completions are computed once with this run's
 forward pass, held with the pairs, and written into every checkpoint (8 bytes a pair), so that no second model is in
@@ -133,8 +133,8 @@ class Dpo(MethodDefaults):
             return list(items)
         if not tensors or not torch.equal(tensors["pairs"], _digest(items)):
             raise JobError(
-                "The checkpoint holds reference scores for other pairs than data and eval_data, and the initial model, "
-                "which could compute them, no longer exists; give the same data and eval_data as before, leave "
+                "The checkpoint has reference scores of other pairs than those of data and eval_data, and the initial "
+                "model, which could compute them, no longer exists; give the same data and eval_data as before, leave "
                 "eval_data out, or use another output directory."
             )
         return _with_reference(items, tensors["reference"].tolist())
