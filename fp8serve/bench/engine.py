@@ -67,7 +67,7 @@ def measure_engine(
     options = {"max_num_seqs": max(batches), **options}
     engine_options = EngineOptions(**options)
     # the first sequences generate tokens while the last prompts are computed
-    extra = max(batches) * -(-prompt // engine_options.max_prefill_tokens)
+    extra = max(batches) * -(-prompt // engine_options.prefill_tokens)
     options.setdefault("max_model_len", prompt + new + extra + 1)
     start = time.perf_counter()
     engine = Engine(model, **options)

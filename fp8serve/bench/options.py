@@ -29,7 +29,7 @@ class EngineLoad(Checked):
     """The options of `bench engine`."""
 
     recipe: Annotated[str, About("Recipe, bf16, or 'stored' for the scales of the directory.")] = _ENGINE["recipe"]
-    kv_cache_dtype: Annotated[KvDtype, About("Element type of the KV cache.")] = _ENGINE["kv_cache_dtype"]
+    kv_cache_dtype: Annotated[KvDtype | None, About("Element type of the KV cache.", unset="as for serve")] = None
     head_dtype: Annotated[HeadDtype, About("Element type of the head (lm_head).")] = _ENGINE["head_dtype"]
     batches: Annotated[
         tuple[Annotated[int, Ge(1)], ...], Len(1), About("Sequences that are decoded together.", flag="--batch")
@@ -47,7 +47,7 @@ class SpeculationLoad(Checked):
     """The options of `bench speculation`."""
 
     recipe: Annotated[str, About("Recipe, bf16, or 'stored' for the scales of the directory.")] = _ENGINE["recipe"]
-    kv_cache_dtype: Annotated[KvDtype, About("Element type of the KV cache.")] = _ENGINE["kv_cache_dtype"]
+    kv_cache_dtype: Annotated[KvDtype | None, About("Element type of the KV cache.", unset="as for serve")] = None
     speculative_tokens: Annotated[int, Ge(1), Le(64), About("Maximum tokens of a draft.")] = 8
     draft_model: Annotated[
         str | None, About("Model that drafts tokens, instead of prompt lookup.", unset="none", metavar="MODEL")

@@ -209,6 +209,7 @@ class EncoderEngine:
             "threads": torch.get_num_threads(),
             "dtype": str(next(encoder.model.parameters()).dtype).removeprefix("torch."),
             "max_model_len": encoder.max_length,
+            "max_batch_tokens": options.step_tokens,
             "weight_bytes": weight_bytes(encoder.model),
             "vocab_size": encoder.model.config.vocab_size,
             "kernels": ops.backends(torch.device(options.device).type),

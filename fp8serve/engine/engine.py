@@ -62,14 +62,14 @@ class Engine:
             options: the fields of EngineOptions. `recipe` may also be a Recipe, and `scales` a Path.
         """
         start_time = time.monotonic()
-        self.options = EngineOptions.of(options)
-        self.loaded = loading.load(Path(model_dir), self.options, model)
+        self.loaded = loading.load(Path(model_dir), EngineOptions.of(options), model)
+        self.options = self.loaded.options
         self.tokenizer = self.loaded.tokenizer
         self.eos_ids = self.loaded.config.eos_token_ids
         self.limits = self.loaded.limits()
         self.adapters = self.loaded.runner.adapters
         pool, sizes = BlockPool(self.limits.num_blocks, self.options.block_size), self.options
-        self.scheduler = Scheduler(pool, sizes.max_num_seqs, sizes.step_tokens, sizes.max_prefill_tokens)
+        self.scheduler = Scheduler(pool, sizes.num_seqs, sizes.step_tokens, sizes.prefill_tokens)
         if self.loaded.prefixes is not None:
             self.loaded.prefixes.restore(pool, self.loaded.runner)
         self._draft_model = None if self.loaded.draft is None else self._create_draft_model(self.loaded.draft)
@@ -265,7 +265,7 @@ class Engine:
     def _create_draft_model(self, parts: DraftParts) -> DraftModel:
         options, pool = self.options, self.scheduler.pool
         return DraftModel(
-            parts, pool, options.drafted_tokens, options.max_prefill_tokens, self.limits.vocab_size, self.eos_ids
+            parts, pool, options.drafted_tokens, options.prefill_tokens, self.limits.vocab_size, self.eos_ids
         )
 
     def _sequences_by_adapter(self) -> dict[str, dict[str, int]]:

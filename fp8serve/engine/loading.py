@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from fp8serve.engine.bad_words import Bans
+from fp8serve.engine.defaults import gpu_memory_fraction, kv_cache_dtype
 from fp8serve.engine.draft_model import DraftParts, LoadedDraft, draft_config, load_draft
 from fp8serve.engine.grammar import Grammars
-from fp8serve.engine.memory import CachePlan, check_length, plan, plan_on_gpu, weight_bytes
-from fp8serve.engine.options import EngineOptions
+from fp8serve.engine.memory import CachePlan, check_length, gpu_memory_info, plan, plan_on_gpu, weight_bytes
+from fp8serve.engine.options import EngineOptions, KvDtype
 from fp8serve.engine.packing import Packer, create_packer
 from fp8serve.engine.request import EngineLimits
 from fp8serve.engine.runner import Runner
@@ -62,7 +63,7 @@ class Loaded:
     """A model that is ready to run, with the other parts of an engine that depend on it."""
 
     model_dir: Path
-    options: EngineOptions
+    options: EngineOptions  # with the values that were derived for a GPU, and with kv_cache_dtype
     config: ModelConfig
     tokenizer: Tokenizer | None
     grammars: Grammars
@@ -93,8 +94,10 @@ class Loaded:
             "kv_cache_dtype": options.kv_cache_dtype,
             "head_dtype": options.head_dtype,
             "max_model_len": self.plan.max_model_len,
-            "max_num_seqs": options.max_num_seqs,
+            "max_num_seqs": options.num_seqs,
             "max_batch_tokens": options.step_tokens,
+            "max_prefill_tokens": options.prefill_tokens,
+            "gpu_memory": options.gpu_memory,
             "speculative_tokens": options.drafted_tokens,
             "draft_model": None if self.draft is None else self.draft.info(),
             "block_size": options.block_size,
@@ -135,7 +138,8 @@ class Loaded:
 
 def load(model_dir: Path, options: EngineOptions, network: Model | None = None) -> Loaded:
     """Loads a model directory. If `network` is given, its weights are used. Raises the errors of `Engine`."""
-    device = open_device(options)
+    options = open_device(options)
+    device = torch.device(options.device)
     config = read_config(model_dir)
     check_generates(model_dir, options.task)
     if device.type == "cuda" and config.head_dim > MAX_GPU_HEAD_DIM:
@@ -143,6 +147,8 @@ def load(model_dir: Path, options: EngineOptions, network: Model | None = None) 
             f"{model_dir} has a head dimension of {config.head_dim}, and attention on a GPU supports at most "
             f"{MAX_GPU_HEAD_DIM}; serve it on a CPU."
         )
+    if options.kv_cache_dtype is None:
+        options = replace(options, kv_cache_dtype=_derive_kv_cache_dtype(model_dir, options, network is None))
     cache_dtype = torch.float8_e4m3fn if options.kv_cache_dtype == "fp8" else torch.bfloat16
     draft_dir = None if options.draft_model is None else Path(options.draft_model)
     draft_model_config = None if draft_dir is None else draft_config(draft_dir, model_dir, config)
@@ -160,7 +166,17 @@ def load(model_dir: Path, options: EngineOptions, network: Model | None = None) 
     scales = _path(options.scales)
     if cache_scales is None and network is None and (reason := kv_scales_error(model_dir, scales)) is not None:
         log.warning("The KV cache is BF16. It cannot be FP8 with this model's scales: %s", reason)
-    sizes = sizes or plan_on_gpu(model, config, options, cache_dtype, draft_model_config)
+    if sizes is None:
+        sizes, options = plan_on_gpu(model, config, options, cache_dtype, draft_model_config)
+        log.info(
+            "on %s: %d sequences, %d tokens a step, %d prompt tokens while others decode, %d tokens of KV cache in %s",
+            device,
+            options.num_seqs,
+            options.step_tokens,
+            options.prefill_tokens,
+            sizes.num_blocks * options.block_size,
+            options.kv_cache_dtype,
+        )
     model.set_max_length(sizes.max_model_len)
     runner = Runner(model, sizes.num_blocks, options.block_size, cache_dtype, cache_scales, options.max_lora_rank)
     graphs = _capture_graphs(runner, frozen, options, sizes)
@@ -195,11 +211,29 @@ def load(model_dir: Path, options: EngineOptions, network: Model | None = None) 
     )
 
 
-def open_device(options: EngineOptions) -> torch.device:
-    """Sets the number of threads and returns the device of the options. Raises the errors of `check_device`."""
+def open_device(options: EngineOptions) -> EngineOptions:
+    """Sets the number of threads and checks the device. Returns the options, on a GPU with a value for gpu_memory; call
+    this before the weights are loaded. Raises the errors of `check_device`."""
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    return check_device(options.device)
+    device = check_device(options.device)
+    if device.type == "cpu" or options.gpu_memory is not None:
+        return options
+    return replace(options, gpu_memory=gpu_memory_fraction(*gpu_memory_info(device)))
+
+
+def _derive_kv_cache_dtype(model_dir: Path, options: EngineOptions, has_stored_weights: bool) -> KvDtype:
+    """Returns the element type of the KV cache for options without one. The FP8 cache is for a model that is served as
+    it is stored: its scales belong to these weights. Unusable scales are reported later."""
+    if torch.device(options.device).type == "cpu" or not has_stored_weights or options.recipe != "stored":
+        return "bf16"
+    quantization = open_checkpoint(model_dir).quantization
+    try:
+        scales = kv_scales(model_dir, _path(options.scales))
+    except (ModelError, ScalesError):
+        return "bf16"
+    declares_fp8 = quantization is not None and quantization.has_fp8_cache
+    return kv_cache_dtype(declares_fp8, (float(scale) for pair in scales.values() for scale in pair))
 
 
 def check_device(name: str) -> torch.device:

@@ -8,16 +8,29 @@ On a GPU, the plan is made after the weights are loaded. The cache gets the free
 
 * the memory that other processes may use (`gpu_memory` is the fraction of the GPU's memory for this process);
 * the memory of the largest step, which is run once to measure it;
-* as much again for CUDA graphs, which need at most the memory of that step.
+* the memory of CUDA graphs: that of a decoding step, which is run, too, and the logits of every captured size.
+
+Options of the step that are None are derived here, too (defaults.py): a largest step that takes too much memory is
+halved, the largest number of sequences follows the cache, and the largest step is run again to measure its time.
 """
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from fp8serve.engine.defaults import (
+    SHARED_GPU_MEMORY_FRACTION,
+    fitting_num_seqs,
+    graph_sizes,
+    halved_step,
+    is_step_too_large,
+    prefill_tokens,
+    step_limits,
+)
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.scheduler import MAX_DRAFT_ROWS
 from fp8serve.errors import MachineError, RequestError
@@ -28,7 +41,6 @@ from fp8serve.model.network.rotary import Heads, Rotation
 from fp8serve.model.storage.memory import free_memory
 
 CPU_CACHE_FRACTION = 0.25  # of free memory; memory-mapped weights need the rest
-GPU_MEMORY_FRACTION = 0.9  # of a GPU's memory: the default of the option gpu_memory
 ATTENTION_WORKSPACE_BYTES = 128 << 20  # the largest workspace of csrc/cuda/attention_mma.cu
 _sample = torch.ops.fp8serve.sample.default
 
@@ -102,7 +114,7 @@ def _num_blocks(options: EngineOptions, blocks_per_sequence: int, block_bytes: i
             f"The KV cache for one sequence of {required * options.block_size} tokens needs {required * block_bytes:,} "
             f"bytes, but only {fitting * block_bytes:,} fit in memory; lower max_model_len or use an FP8 cache."
         )
-    return min(options.max_num_seqs * blocks_per_sequence, fitting)
+    return min(options.num_seqs * blocks_per_sequence, fitting)
 
 
 def _check_blocks(blocks: int, block_bytes: int, allowed: int) -> None:
@@ -124,12 +136,12 @@ def cache_memory(device: str) -> int:
     return int(free_memory() * CPU_CACHE_FRACTION)
 
 
-def gpu_cache_memory(device: torch.device, options: EngineOptions, step_bytes: int) -> int:
+def gpu_cache_memory(device: torch.device, options: EngineOptions, step_bytes: int, graph_bytes: int) -> int:
     """Returns the bytes that the cache may use on a GPU after the weights were loaded. `step_bytes` is the memory of
-    the largest step. Raises MachineError if no memory is left."""
+    the largest step, and `graph_bytes` that of CUDA graphs. Raises MachineError if no memory is left."""
     free, total = gpu_memory_info(device)
-    fraction = GPU_MEMORY_FRACTION if options.gpu_memory is None else options.gpu_memory
-    working = ATTENTION_WORKSPACE_BYTES + step_bytes * (1 if options.cuda_graphs is False else 2)
+    fraction = SHARED_GPU_MEMORY_FRACTION if options.gpu_memory is None else options.gpu_memory
+    working = ATTENTION_WORKSPACE_BYTES + step_bytes + graph_bytes
     available = min(free - int(total * (1 - fraction)) - working, options.kv_cache_bytes or free)
     if available <= 0:
         raise MachineError(
@@ -155,15 +167,69 @@ def gpu_peak_bytes(run: Callable[[], object], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - allocated
 
 
+def gpu_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Returns the seconds that the GPU and the host need for `run`."""
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
 def plan_on_gpu(
     model: Model, config: ModelConfig, options: EngineOptions, dtype: torch.dtype, draft: ModelConfig | None = None
-) -> CachePlan:
+) -> tuple[CachePlan, EngineOptions]:
     """Plans the cache of a loaded model from the memory that its weights, the weights of the `draft` model, and the
-    largest step leave free."""
+    largest step leave free.
+
+    Returns the plan, and the options with values for max_num_seqs, max_batch_tokens and max_prefill_tokens.
+    """
     check_length(config, options)
     device = cast(Tensor, model.head.weight).device
-    step_bytes = gpu_peak_bytes(lambda: run_largest_step(model, options), device)
-    return plan(config, options, dtype, gpu_cache_memory(device, options, step_bytes), draft)
+    limits, step_bytes = _fitting_step(model, options, device)
+    graph_bytes = 0 if options.cuda_graphs is False else _graph_bytes(model, limits, device)
+    memory = gpu_cache_memory(device, limits, step_bytes, graph_bytes)
+    sizes = plan(config, limits, dtype, memory, draft)
+    if options.max_num_seqs is None:
+        num_seqs = fitting_num_seqs(limits.num_seqs, sizes.num_blocks * options.block_size, sizes.max_model_len)
+        limits = replace(limits, max_num_seqs=num_seqs)
+    if options.max_prefill_tokens is None:
+        seconds = gpu_seconds(lambda: run_largest_step(model, limits), device)
+        limits = replace(limits, max_prefill_tokens=prefill_tokens(limits.step_tokens, seconds))
+    return sizes, limits
+
+
+def _fitting_step(model: Model, options: EngineOptions, device: torch.device) -> tuple[EngineOptions, int]:
+    """Returns the options with values for max_num_seqs and max_batch_tokens, and the memory of the largest step. A
+    derived max_batch_tokens is halved while the step takes too much memory. Raises MachineError if no step fits."""
+    _, gpu_bytes = gpu_memory_info(device)
+    limits: EngineOptions | None = step_limits(options, gpu_bytes)
+    while limits is not None:
+        smaller = halved_step(limits) if options.max_batch_tokens is None else None
+        step_bytes = _step_bytes(model, limits, device)
+        if step_bytes is not None and (smaller is None or not is_step_too_large(step_bytes, gpu_bytes)):
+            return limits, step_bytes
+        tokens, limits = limits.step_tokens, smaller
+    raise MachineError(
+        f"A step of {tokens} tokens does not fit in the memory of {device} beside the weights; lower max_batch_tokens, "
+        "or use a larger GPU."
+    )
+
+
+def _step_bytes(model: Model, options: EngineOptions, device: torch.device) -> int | None:
+    """Returns the memory of the largest step, or None if the GPU has less."""
+    try:
+        return gpu_peak_bytes(lambda: run_largest_step(model, options), device)
+    except torch.cuda.OutOfMemoryError:
+        return None
+
+
+def _graph_bytes(model: Model, options: EngineOptions, device: torch.device) -> int:
+    """Returns the memory of the CUDA graphs of decoding steps. All of them share the memory of the largest one, except
+    for their logits in FP32."""
+    decoding = replace(options, max_batch_tokens=options.num_seqs)
+    logits = sum(graph_sizes(options.num_seqs)) * model.config.vocab_size * torch.float32.itemsize
+    return gpu_peak_bytes(lambda: run_largest_step(model, decoding), device) + logits
 
 
 @torch.inference_mode()
@@ -176,9 +242,10 @@ def run_largest_step(model: Model, options: EngineOptions) -> Tensor:
     ATTENTION_WORKSPACE_BYTES accounts for the workspace of attention.
     """
     device = cast(Tensor, model.head.weight).device
-    tokens = torch.zeros(options.step_tokens, dtype=torch.long, device=device)
-    last = tokens[: max(options.max_num_seqs, MAX_DRAFT_ROWS if options.drafted_tokens else 0)]
-    logits = model.logits(model(tokens, tokens, _no_attention, last))
+    tokens = torch.arange(options.step_tokens, device=device) % model.config.vocab_size  # for several experts
+    positions = torch.zeros_like(tokens)
+    last = positions[: max(options.num_seqs, MAX_DRAFT_ROWS if options.drafted_tokens else 0)]
+    logits = model.logits(model(tokens, positions, _no_attention, last))
     logprobs, copied = torch.log_softmax(logits, -1), logits.clone()
     one = torch.ones(len(logits), dtype=torch.float64, device=device)
     _sample(copied, one, one.long(), 0.5 * one, 0 * one, 0 * one)

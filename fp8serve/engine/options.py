@@ -14,15 +14,16 @@ from fp8serve.fp8.recipe import HeadDtype, RecipeChoice, to_json
 from fp8serve.options import About, check, known_fields
 
 KvDtype = Literal["bf16", "fp8"]
-DEFAULT_STEP_TOKENS = 512
+CPU_NUM_SEQS, CPU_BATCH_TOKENS, CPU_PREFILL_TOKENS = 16, 512, 128  # defaults.py has those of a GPU
+DERIVED = "derived from the GPU; on a CPU"
 MAX_LORA_RANK = 256
 DEFAULT_DRAFT_TOKENS = 4  # of a draft model, if speculative_tokens is not set
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The options of `Engine`. If an option is None, it is chosen from the model and the machine, and `info()` shows
-    the choice. `recipe` may also be a recipe as JSON."""
+    """The options of `Engine`. If an option is None, it is chosen from the model and the machine (defaults.py), and
+    `info()` shows the choice. `recipe` may also be a recipe as JSON."""
 
     recipe: Annotated[
         str,
@@ -34,14 +35,24 @@ class EngineOptions:
     ] = None
     device: Annotated[str, Len(1), About("cpu or cuda.")] = "cpu"
     threads: Annotated[
-        int | None, Ge(1), Le(1024), About("Threads that compute on a CPU.", unset="one for each core")
+        int | None,
+        Ge(1),
+        Le(1024),
+        About("Threads that compute on a CPU.", unset="one for each core; 2 in a server's engine on a GPU"),
     ] = None
-    kv_cache_dtype: Annotated[KvDtype, About("Element type of the KV cache.")] = "bf16"
+    kv_cache_dtype: Annotated[
+        KvDtype | None,
+        About("Element type of the KV cache.", unset="bf16; on a GPU fp8, if the model's configuration asks for it"),
+    ] = None
     head_dtype: Annotated[HeadDtype, About("Element type of the head (lm_head); fp8 casts it when it is loaded.")] = (
         "bf16"
     )
     task: Annotated[Task | None, About("Task that the model is served for.", unset="the task of its directory")] = None
-    max_num_seqs: Annotated[int, Ge(1), About("Maximum number of sequences that run at the same time.")] = 16
+    max_num_seqs: Annotated[
+        int | None,
+        Ge(1),
+        About("Maximum number of sequences that run at the same time.", unset=f"{DERIVED} {CPU_NUM_SEQS}"),
+    ] = None
     max_model_len: Annotated[
         int | None,
         Ge(2),
@@ -55,11 +66,16 @@ class EngineOptions:
     max_batch_tokens: Annotated[
         int | None,
         Ge(1),
-        About("Maximum tokens of one step.", unset=f"{DEFAULT_STEP_TOKENS}, or max_num_seqs if that is larger"),
+        About("Maximum tokens of one step.", unset=f"{DERIVED} {CPU_BATCH_TOKENS}, or max_num_seqs if that is larger"),
     ] = None
     max_prefill_tokens: Annotated[
-        int, Ge(1), About("Maximum prompt tokens of a step while other requests are decoding.")
-    ] = 128
+        int | None,
+        Ge(1),
+        About(
+            "Maximum prompt tokens of a step while other requests are decoding.",
+            unset=f"as many as the GPU computes in 25 ms; on a CPU {CPU_PREFILL_TOKENS}",
+        ),
+    ] = None
     speculative_tokens: Annotated[
         int,
         Ge(0),
@@ -81,7 +97,13 @@ class EngineOptions:
     ] = None
     max_lora_rank: Annotated[int, Ge(1), Le(4096), About("Maximum rank of an adapter (LoRA or DoRA).")] = MAX_LORA_RANK
     gpu_memory: Annotated[
-        float | None, Gt(0), Le(1), About("Fraction of a GPU's memory that may be used.", unset="0.9")
+        float | None,
+        Gt(0),
+        Le(1),
+        About(
+            "Fraction of a GPU's memory that may be used.",
+            unset="0.92; 0.9 beside other processes; 0.6 in a server that accepts fine-tune jobs",
+        ),
     ] = None
     cuda_graphs: Annotated[
         bool | None,
@@ -104,7 +126,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         check(self, RequestError)
-        if self.step_tokens < self.max_num_seqs:
+        if self.step_tokens < self.num_seqs:
             raise RequestError(
                 f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_num_seqs ({self.max_num_seqs}), "
                 "so that a step can generate a token for every running request."
@@ -133,9 +155,20 @@ class EngineOptions:
         return cls(**values)
 
     @property
+    def num_seqs(self) -> int:
+        """The largest number of sequences that run at the same time: max_num_seqs, or the default of a CPU."""
+        return self.max_num_seqs or min(CPU_NUM_SEQS, self.max_batch_tokens or CPU_NUM_SEQS)
+
+    @property
     def step_tokens(self) -> int:
-        """The largest number of tokens that are computed in one step."""
-        return self.max_batch_tokens or max(DEFAULT_STEP_TOKENS, self.max_num_seqs)
+        """The largest number of tokens of one step: max_batch_tokens, or the default of a CPU."""
+        return self.max_batch_tokens or max(CPU_BATCH_TOKENS, self.num_seqs)
+
+    @property
+    def prefill_tokens(self) -> int:
+        """The largest number of prompt tokens of a step while other requests are decoding: max_prefill_tokens, or the
+        default of a CPU."""
+        return self.max_prefill_tokens or CPU_PREFILL_TOKENS
 
     @property
     def drafted_tokens(self) -> int:

@@ -141,7 +141,7 @@ class Runner:
         if capture is None and self.device.type != "cuda":
             return GraphReport(reason="the device is no GPU")
         try:
-            self.use_graphs(capture or CudaCapture(self.device), options.max_num_seqs, max_model_len)
+            self.use_graphs(capture or CudaCapture(self.device), options.num_seqs, max_model_len)
         except RuntimeError as problem:
             reason = (str(problem).splitlines() or [type(problem).__name__])[0]
             if options.cuda_graphs:

@@ -12,7 +12,7 @@ gets a second description for them (`last_queries`). In a decoding step, all tok
 
 CUDA graphs. At batch size 1, a step of a small model takes as long as Python and the driver need to launch its kernels.
 A step in which every sequence decodes one token has a fixed shape except for the number of sequences. So it is captured
-once for each of several batch sizes (1, 2, 4, 8, 16, 24, ... up to max_num_seqs) and replayed with new contents of the
+once for each of several batch sizes (`graph_sizes`, up to max_num_seqs) and replayed with new contents of the
 same buffers. Other batches are padded with copies of their first sequence, whose keys and values are not written (slot
 -1). A copy computes the same values as that sequence, so it changes no amax, and `live_rows` excludes it from counters.
 
@@ -39,6 +39,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from fp8serve.engine.defaults import graph_sizes
 from fp8serve.engine.scheduler import Work
 
 NUM_WARM_UPS = 2  # runs before a capture, in which libraries load kernels and allocate workspace
@@ -180,11 +181,6 @@ class CapturedModel:
         return all(tensor.data_ptr() == address for tensor, address in self._addresses)
 
 
-def batch_sizes(max_size: int) -> list[int]:
-    """Returns the batch sizes to capture: 1, 2, 4, the multiples of 8, and `max_size`."""
-    return sorted({size for size in (1, 2, 4, *range(8, max_size, 8)) if size < max_size} | {max_size})
-
-
 class Buffers:
     """The inputs of a decoding step of up to `rows` sequences with up to `width` blocks each, on host and device."""
 
@@ -260,7 +256,7 @@ class GraphedDecode:
         block_size: int,
     ) -> None:
         self._buffers, self._block_size = buffers, block_size
-        self.sizes = batch_sizes(buffers.rows)
+        self.sizes = graph_sizes(buffers.rows)
         self._replays = {size: capture(partial(compute, buffers.tensors(size))) for size in reversed(self.sizes)}
 
     def supports(self, work: Sequence[Work]) -> bool:

@@ -18,8 +18,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fp8serve.engine.defaults import step_limits
 from fp8serve.engine.loading import open_device, parse_recipe, separate_rows
-from fp8serve.engine.memory import check_length
+from fp8serve.engine.memory import check_length, gpu_memory_info
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.request import Task
 from fp8serve.errors import RequestError
@@ -95,9 +96,10 @@ class TextEncoder:
         """`max_length` is the largest number of tokens of a text. If it is None, the model's positions are the
         limit."""
         _check_options(options, task)
-        open_device(options)
+        options = open_device(options)
+        device = torch.device(options.device)
+        self.options = step_limits(options, gpu_memory_info(device)[1]) if device.type == "cuda" else options
         scales = None if options.scales is None else Path(options.scales)
-        self.options = options
         self.model = load_any_servable(model_dir, parse_recipe(options.recipe), scales, options.device)
         self.tokenizer = Tokenizer.from_dir(model_dir)
         self.frozen = {n: m for n, m in self.model.named_modules() if isinstance(m, FrozenLinear)}

@@ -38,6 +38,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, get_args
 
 from fp8serve import logs
+from fp8serve.engine.defaults import worker_options
 from fp8serve.engine.embedding_engine import ClassifyingEngine, EmbeddingEngine, EncoderEngine, EncodingCall
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.options import EngineOptions
@@ -253,7 +254,7 @@ _ENGINES: dict[Task, Callable[..., Engine | EncoderEngine]] = {
 def _load(connection: Connection, model: Path, options: EngineOptions) -> Engine | EncoderEngine | None:
     """Loads the engine. If that fails, sends the error to the client and returns None."""
     try:
-        return _ENGINES[task_of(model, options.task)](model, **asdict(options))
+        return _ENGINES[task_of(model, options.task)](model, **asdict(worker_options(options)))
     except Fp8ServeError as problem:
         connection.send("failed", **describe_error(problem))
     except Exception as problem:

@@ -71,6 +71,7 @@ class ServerState:
         self._start_engine = start_engine or partial(launch, log_format=settings.log_format)
         base_source = WeightSource(BASE, settings.model_name, settings.model, settings.engine, settings.output_format)
         self.models = Registry(self._create_model(settings.model_name, base_source))
+        self.models.default.gpu_memory = settings.gpu_memory_beside_jobs
         self.models.aliases |= settings.named_aliases
         self.model_loader = ModelLoader(self.models, self._create_model)
         self.model_loader.known_sources |= {named.name: self._base_source(named) for named in settings.models}
@@ -119,7 +120,7 @@ class ServerState:
     def _create_model(self, name: str, base_source: WeightSource) -> ServedModel:
         """Creates a model, which is not loaded yet."""
         limits = self.settings.limits
-        capacity = Capacity(base_source.options.max_num_seqs + limits.queue, limits.queue_tokens)
+        capacity = Capacity(base_source.options.num_seqs, limits.queue, limits.queue_tokens)
         admission = Admission(capacity, self.metrics.for_model(name))
         model = ServedModel(name, base_source, self._start_engine, admission, self.settings.deadlines)
         model.needs_layer_stats = self.settings.metrics_per_layer

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
+from fp8serve.engine.defaults import TRAINING_GPU_MEMORY_FRACTION
 from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import MachineError, RequestError, shown
 from fp8serve.logs import LogFormat
@@ -236,6 +237,13 @@ class Settings(EngineOptions):
     def engine(self) -> EngineOptions:
         """The options of the engine process."""
         return EngineOptions(**{f.name: getattr(self, f.name) for f in fields(EngineOptions)})
+
+    @property
+    def gpu_memory_beside_jobs(self) -> float | None:
+        """The option gpu_memory of engines that leave room for fine-tune jobs, or for the engine of their results. None
+        if it is set, or if this server accepts no jobs."""
+        is_given = self.gpu_memory is not None
+        return None if is_given or self.training_refused is not None else TRAINING_GPU_MEMORY_FRACTION
 
     @property
     def public(self) -> dict[str, Any]:

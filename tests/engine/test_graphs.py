@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.step import batch_sizes
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling
 
@@ -54,13 +53,6 @@ def engine(model_dir: Path, graphs: Any = None, **options: Any) -> Engine:
         for layer in made.loaded.frozen.values():
             layer.reset_counters()
     return made
-
-
-def test_sizes_grow_by_at_most_eight() -> None:
-    assert batch_sizes(1) == [1]
-    assert batch_sizes(6) == [1, 2, 4, 6]
-    assert batch_sizes(24) == [1, 2, 4, 8, 16, 24]
-    assert batch_sizes(20) == [1, 2, 4, 8, 16, 20]
 
 
 @pytest.mark.parametrize("options", [{}, {"block_size": 4, "num_blocks": 24}, {"recipe": "bf16"}])

@@ -27,7 +27,7 @@ BLOCK_BYTES = 2 * 2 * 16 * 1 * 32 * 2  # k and v, layers, tokens, heads, head_di
     [
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, not 0"),
         ({"block_size": 1.5}, "block_size must be a whole number, not 1.5"),
-        ({"max_batch_tokens": 8}, r"max_batch_tokens \(8\) must be at least max_num_seqs \(16\)"),
+        ({"max_batch_tokens": 8, "max_num_seqs": 16}, r"max_batch_tokens \(8\) must be at least max_num_seqs \(16\)"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype must be 'bf16' or 'fp8', not 'int8'"),
     ],
 )

@@ -104,6 +104,7 @@ class Quantization:
     groups: tuple[tuple[tuple[str, ...], Scheme], ...]  # (targets, scheme)
     ignore: tuple[str, ...]
     producer: str
+    has_fp8_cache: bool = False  # whether it asks readers to use an FP8 KV cache
 
     def find_scheme(self, linear: str) -> Scheme | None:
         """Returns the scheme of the group with this layer, or None. Targets by name precede targets by class."""
@@ -164,12 +165,13 @@ def _compressed_tensors(config: Fields) -> Quantization:
     sparse, rotated = config.object("sparsity_config"), config.object("transform_config")
     if (sparse and sparse.has_values and sparse.text("format") != "dense") or (rotated and rotated.has_values):
         raise ModelError(f"The {name} checkpoint is sparse or rotated, which is not supported.")
-    _require_fp8(name, "kv_cache_scheme", config.object("kv_cache_scheme"))
+    cache = config.object("kv_cache_scheme")
+    _require_fp8(name, "kv_cache_scheme", cache)
     groups = tuple(
         (check_targets(g.texts("targets"), g.where), Scheme(name, _ct_inputs(g)))
         for g in config.objects("config_groups")
     )
-    return Quantization(groups, check_targets(config.texts("ignore"), config.where), name)
+    return Quantization(groups, check_targets(config.texts("ignore"), config.where), name, cache is not None)
 
 
 def _ct_inputs(group: Fields) -> QuantSpec:
@@ -262,12 +264,13 @@ def _modelopt(config: Fields) -> Quantization:
         raise _unsupported("modelopt", "kv_cache_quant_algo", cache)
     _require_fp8("modelopt", "kv_cache_scheme", config.object("kv_cache_scheme"))
     ignore = config.texts("ignore") or config.texts("exclude_modules")
-    if algo is None and (cache is not None or config.object("kv_cache_scheme") is not None):
-        return Quantization((), ignore, "modelopt")
+    has_fp8_cache = cache is not None or config.object("kv_cache_scheme") is not None
+    if algo is None and has_fp8_cache:
+        return Quantization((), ignore, "modelopt", has_fp8_cache)
     known = {name: inputs for name, (inputs, _) in MODELOPT.items()} | dict.fromkeys(MX, UNQUANTIZED)
     if algo is None or algo.upper() not in known:
         raise _unsupported("modelopt", "quant_algo", algo)
-    return Quantization((((CLASS,), Scheme("modelopt", known[algo.upper()])),), ignore, "modelopt")
+    return Quantization((((CLASS,), Scheme("modelopt", known[algo.upper()])),), ignore, "modelopt", has_fp8_cache)
 
 
 def _fbgemm(config: Fields) -> Quantization:

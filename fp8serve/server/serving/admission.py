@@ -56,16 +56,25 @@ class Reservation:
 
 class Capacity:
     """The requests of one engine and their tokens, with a limit for each. A request's tokens are those of its prompt
-    plus the most that it may generate."""
+    plus the most that it may generate.
 
-    def __init__(self, max_requests: int, max_tokens: int) -> None:
-        self.max_requests = max_requests
+    `num_seqs` requests run at the same time, and `queue` requests may wait. `num_seqs` changes when an engine has
+    loaded that derived another number from its GPU.
+    """
+
+    def __init__(self, num_seqs: int, queue: int, max_tokens: int) -> None:
+        self.num_seqs = num_seqs
+        self.queue = queue
         self.max_tokens = max_tokens
         self.in_flight = 0
         self.reserved = 0
         self.tokens = 0
         self.idle = asyncio.Event()
         self.idle.set()
+
+    @property
+    def max_requests(self) -> int:
+        return self.num_seqs + self.queue
 
     @property
     def nearly_full(self) -> bool:

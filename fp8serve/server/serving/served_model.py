@@ -72,6 +72,7 @@ class ServedModel:
         self.is_replacing_weights = False  # whether `replace_weights` is copying weights over the served ones
         self.is_shutting_down = False  # whether the server stops after the requests in flight
         self.needs_layer_stats = False  # whether /metrics reports FP8 layers one by one
+        self.gpu_memory: float | None = None  # the option of an engine that has none and does not replace another one
         self.last_stats: tuple[ServedWeights | None, dict[str, Any]] = (None, {})
         self.last_layer_stats: tuple[ServedWeights | None, list[dict[str, Any]]] = (None, [])
         self.history = ScaleHistory()
@@ -174,9 +175,13 @@ class ServedModel:
             return await self._start_one(sources[-1], fit)
 
     async def _start_one(self, source: WeightSource, fit: Callable[[WeightSource], WeightSource]) -> ServedWeights:
-        self.current = await self.load_engine(await asyncio.to_thread(fit, source))
-        self.state = "ready"
-        return self.current
+        served = await self.load_engine(await asyncio.to_thread(fit, source))
+        self._serve(served)
+        return served
+
+    def _serve(self, served: ServedWeights) -> None:
+        self.current, self.state = served, "ready"
+        self.admission.capacity.num_seqs = served.engine.info.get("max_num_seqs", served.source.options.num_seqs)
 
     async def activate(
         self, source: WeightSource, save_activation: SaveActivation, verification: Verification = UNVERIFIED
@@ -197,8 +202,8 @@ class ServedModel:
                 new, verified = await self._load_verified(source, save_activation, verification)
             finally:
                 self.activating = None
-            previous, self.current = self.current, new
-            self.state = "ready"
+            previous = self.current
+            self._serve(new)
             if previous is not None and source != previous.source:
                 self._probation = None  # the base weights have none: they are what a failed probation leads to
                 if source != self.base_source:
@@ -300,7 +305,7 @@ class ServedModel:
         """Starts an engine with `source`, verifies it and saves its activation."""
         try:
             await verification.check_files(source.directory)
-            new = await self.load_engine(source)
+            new = await self.load_engine(source, replaces_another=True)
             async with _closed_on_failure(new):
                 verified = await verification.check_engine(new, self.current)
         except Fp8ServeError as error:
@@ -341,14 +346,15 @@ class ServedModel:
         """Whether other weights are being loaded for this model."""
         return self._swap.locked()
 
-    async def load_engine(self, source: WeightSource) -> ServedWeights:
-        """Starts an engine process with `source` and its adapters, and lets it generate a token.
+    async def load_engine(self, source: WeightSource, replaces_another: bool = False) -> ServedWeights:
+        """Starts an engine process with `source` and its adapters, and lets it generate a token. An engine that
+        `replaces_another` runs beside it for a while, and may use the memory that the other one left.
 
         Raises Fp8ServeError if that fails or exceeds the deadline; the engine process is then killed.
         """
         try:
             async with asyncio.timeout(self.deadlines.load):
-                engine, tokenizer = await self._launch(source)
+                engine, tokenizer = await self._launch(source if replaces_another else self._with_gpu_memory(source))
                 try:
                     version = await asyncio.to_thread(weight_version, source.directory)
                     await self._run_canary(engine)
@@ -362,6 +368,12 @@ class ServedModel:
             raise MachineError(f"The weights cannot be read: {error.strerror}.") from None
         output_format = detect_format(tokenizer.template, tokenizer.takes_tools, source.output_format)
         return ServedWeights(source, engine, tokenizer, self.admission, f"{source.key}-{version}", output_format)
+
+    def _with_gpu_memory(self, source: WeightSource) -> WeightSource:
+        options = source.options
+        if not options.device.startswith("cuda") or options.gpu_memory is not None:
+            return source
+        return replace(source, options=replace(options, gpu_memory=self.gpu_memory))
 
     async def _load_adapters(self, engine: EngineHandle) -> None:
         """Loads the model's adapters. An adapter that fails is dropped; at the first start a required one raises."""
@@ -402,7 +414,7 @@ class ServedModel:
         """Serves `new` instead of `dead`. Returns False, and changes nothing, if `dead` was replaced meanwhile."""
         if self.current is not dead:
             return False
-        self.current, self.state = new, "ready"
+        self._serve(new)
         return True
 
     def engines(self) -> list[EngineHandle]:

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from fp8serve.server.app import PAGES
 from tests.patience import eventually
 from tests.server.conftest import Server, Start
-from tests.server.fakes import Launcher
+from tests.server.fakes import FakeEngine, Launcher
 
 NAMES = """
 fp8serve_http_responses fp8serve_http_seconds fp8serve_requests_accepted fp8serve_requests_finished
@@ -130,6 +130,15 @@ async def test_info_shows_the_options_in_force_and_no_secret(start: Start, tmp_p
         assert (info["options"]["max_num_seqs"], info["options"]["request_seconds"]) == (3, 7.0)
         assert info["options"]["drain_seconds"] == server.state.settings.drain_seconds
         assert not {*private, "data_dir", "host", "port"} & info["options"].keys()
+
+
+async def test_the_engine_says_how_many_sequences_run(start: Start) -> None:
+    """The number that an engine derived from its GPU; where it says none, the one of the options."""
+    queue, engine = 256, FakeEngine()
+    engine.info["max_num_seqs"] = 192
+    for launcher, expected in ((Launcher(lambda: engine), 192), (Launcher(), 16)):
+        async with start(launcher) as server:
+            assert (await server.client.get("/info")).json()["max_concurrent_requests"] == expected + queue
 
 
 async def test_a_mistake_of_ours_is_a_small_500_that_says_nothing(

@@ -494,6 +494,18 @@ async def test_a_step_is_served_or_refused_never_ignored(start: Start) -> None:
         assert (await server.client.post(path, json={})).status_code == 200
 
 
+async def test_an_engine_on_a_gpu_leaves_room_for_jobs_and_their_results(start: Start) -> None:
+    """The engine of a result may use what the first one left. It starts again, alone, like the first one."""
+    async with start(device="cuda") as server:
+        await server.client.post(f"/finetune/{await trained(server)}/activate")
+        server.launcher.engine.alive = False
+        await eventually(lambda: len(server.launcher.sources) == 3, "the restart")
+        assert [source.options.gpu_memory for source in server.launcher.sources] == [0.6, None, 0.6]
+    for settings, gpu_memory in (({"gpu_memory": 0.3}, 0.3), ({"train_on": "refuse"}, None)):
+        async with start(device="cuda", **settings) as server:
+            assert server.launcher.sources[0].options.gpu_memory == gpu_memory
+
+
 async def test_one_activation_at_a_time(start: Start) -> None:
     async with start(Launcher(load_seconds=0.1)) as server:
         job = await trained(server)

@@ -35,6 +35,7 @@ from fp8serve.train.methods.interface import RunContext
 
 MAX_NUM_SEQS = 64
 BLOCK_SIZE = 16  # tokens
+GPU_STEP_TOKENS = 2048  # fixed, because on a GPU the bits of products depend on the number of rows
 ADAPTER_NAME = "policy"
 
 
@@ -86,7 +87,10 @@ class RolloutEngine:
         options: dict[str, Any] = {
             "device": config.device, "max_num_seqs": max_num_seqs, "max_model_len": config.seq_len,
             "block_size": BLOCK_SIZE, "num_blocks": max_num_seqs * -(-config.seq_len // BLOCK_SIZE),
+            "kv_cache_dtype": "bf16",
         }  # fmt: skip
+        if torch.device(config.device).type == "cuda":
+            options |= {"max_batch_tokens": GPU_STEP_TOKENS, "max_prefill_tokens": GPU_STEP_TOKENS}
         if config.lora_rank:
             recipe = base_recipe(config)
             self.engine = Engine(config.model, recipe=recipe if isinstance(recipe, str) else to_json(recipe), **options)
