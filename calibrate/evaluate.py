@@ -74,7 +74,7 @@ def evaluate(
     Raises ModelError, DataError, RecipeError or ScalesError if an input cannot be used, or if the models cannot be
     compared.
     """
-    settings = SampleOptions.of({"data": data, **options})
+    settings = SampleOptions.of({"data": data, **options}).on_device(Path(model_dir))
     check_device(settings.device)
     stages, source = Stages(progress), Path(model_dir)
     with stages.stage("load"):
@@ -179,7 +179,7 @@ def evaluate_encoder(
 
     The arguments are those of `evaluate`. Raises RecipeError for a classifier without a reference.
     """
-    settings = SampleOptions.of({"data": data, **options})
+    settings = SampleOptions.of({"data": data, **options}).on_device(Path(model_dir))
     check_device(settings.device)
     stages, source = Stages(progress), Path(model_dir)
     with stages.stage("load"):

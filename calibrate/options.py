@@ -1,7 +1,7 @@
 """The options of calibration and evaluation. This module does not import torch, so that `--help` is fast."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
@@ -12,7 +12,7 @@ from fp8serve.fp8.amax_rules import RuleName
 from fp8serve.fp8.recipe import HeadDtype, Recipe, RecipeChoice, ServedName, from_name
 from fp8serve.model.formats import FileFormat
 from fp8serve.model.text.data_files import DATA, STDIN
-from fp8serve.options import About, check, known_fields
+from fp8serve.options import AUTO, DEVICE_HELP, About, check, known_fields
 
 SHIPPED = "passages that ship with fp8serve"
 HEAL_RATE = 3e-5
@@ -31,12 +31,19 @@ class SampleOptions:
     seq_len: Annotated[int, Ge(2), About("Longest sequence, in tokens.")] = 512
     batch_size: Annotated[int, Ge(1), About("Sequences in a batch.")] = 4
     seed: Annotated[int, About("Seed for selecting samples.")] = 0
-    device: Annotated[str, Len(1), About("cpu or cuda.")] = "cpu"
+    device: Annotated[str, Len(1), About(DEVICE_HELP)] = AUTO
 
     def __post_init__(self) -> None:
         check(self, DataError)
         if self._from_stdin > 1:
             raise DataError("Standard input ('-') can be read only once; use it for data or for holdout.")
+
+    def on_device(self, model_dir: Path, processes: int = 1) -> Self:
+        """Returns the options with the device that "auto" stands for; for several processes it is the CPU."""
+        from fp8serve.model.device import resolve_device  # here, so that `--help` is fast
+
+        is_distributed = processes > 1 and self.device == AUTO
+        return replace(self, device="cpu" if is_distributed else resolve_device(self.device, model_dir))
 
     @property
     def reads_stdin(self) -> bool:

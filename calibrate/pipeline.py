@@ -104,7 +104,8 @@ def calibrate(
     is not finite, was never observed or is always zero. In all these cases `out` is not written. After a kill or a full
     disk the results of finished stages are stored beside `out` (stage_results.py), and `resume` continues from them.
     """
-    out, source, settings = Path(out), Path(model_dir), CalibrationOptions.of(options)
+    out, source = Path(out), Path(model_dir)
+    settings = CalibrationOptions.of(options).on_device(source, ranks.size)
     check_settings(out, recipe, settings, ranks.size)
     if not settings.scales_only:
         check_disk_space(source, out)
@@ -129,7 +130,8 @@ def calibrate_encoder(
     The error of FP8 is the cosine of the vectors of held-out texts. The arguments and errors are those of `calibrate`.
     Raises RecipeError for an option of generative models.
     """
-    out, source, settings = Path(out), Path(model_dir), CalibrationOptions.of(options)
+    out, source = Path(out), Path(model_dir)
+    settings = CalibrationOptions.of(options).on_device(source)
     check_encoder_options(settings)
     check_settings(out, recipe, settings, is_encoder=True)
     check_disk_space(source, out)

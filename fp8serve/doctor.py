@@ -39,7 +39,7 @@ def examine(
     disk = _disk(data_dir or _default_data_dir())
     gpus, library = _gpus(), cuda_library()
     gpu_problems, gpu_notes = about_gpus(gpus, library)
-    model_info, model_problems = _model(model)
+    model_info, serving, model_problems = _model(model)
     return {
         "fp8serve": __version__,
         "python": platform.python_version(),
@@ -57,6 +57,7 @@ def examine(
         "memory": _memory(),
         "disk": disk,
         "model": model_info,
+        "serving": serving,
         "problems": _problems(disk) + gpu_problems + model_problems + (kernel_problems if check else []),
         "notes": gpu_notes + ([] if check else kernel_problems),
     }
@@ -96,20 +97,56 @@ def kernel_checks(progress: Callable[[str], None] | None) -> tuple[list[dict[str
 _BF16 = {"runs": "torch", "why": "no FP8: torch's own high-precision kernels"}
 
 
-def _model(name: str | None) -> tuple[dict[str, str] | None, list[str]]:
-    """Returns a description of the model and its problems. It reads no weights."""
+def _model(name: str | None) -> tuple[dict[str, str] | None, dict[str, Any] | None, list[str]]:
+    """Returns a description of the model, how it is served, and its problems. It reads no weights."""
     from fp8serve.hub import find_model
     from fp8serve.model.config.decoder import read_any_config
     from fp8serve.model.config.model_config import computed_by
 
     if name is None:
-        return None, []
+        return None, None, []
     try:
         path = find_model(name)
-        config = read_any_config(path)
+        config, serving = read_any_config(path), _serving(path)
     except ModelError as error:
-        return None, [str(error)]
-    return {"path": str(path), "architecture": config.architecture, "computed_by": computed_by(config)}, []
+        return None, None, [str(error)]
+    info = {"path": str(path), "architecture": config.architecture, "computed_by": computed_by(config)}
+    return info, serving, []
+
+
+def _serving(model_dir: Path) -> dict[str, Any]:
+    """Returns the device on which the model is served and the options that an engine derives there, if none is set
+    (engine/defaults.py). An option that is measured when the model is loaded is null. It reads no weights."""
+    import torch
+
+    from fp8serve.engine.defaults import estimated_options, graph_sizes
+    from fp8serve.engine.loading import derive_kv_cache_dtype
+    from fp8serve.engine.memory import cache_bytes
+    from fp8serve.engine.options import EngineOptions
+    from fp8serve.fp8.cuda_driver import visible_gpus
+    from fp8serve.model.config.decoder import read_any_config
+    from fp8serve.model.config.model_config import ModelConfig
+    from fp8serve.model.device import find_device
+    from fp8serve.model.weight_memory import estimate_weight_memory
+
+    choice, config = find_device(model_dir, "stored"), read_any_config(model_dir)
+    options, is_on_gpu = EngineOptions(device=choice.device), choice.device != "cpu"
+    cache_dtype = derive_kv_cache_dtype(model_dir, options, has_stored_weights=True)
+    if is_on_gpu and isinstance(config, ModelConfig):
+        weights = estimate_weight_memory(model_dir, "stored").served
+        token_bytes = cache_bytes(config, 1, torch.float8_e4m3fn if cache_dtype == "fp8" else torch.bfloat16)
+        options = estimated_options(options, visible_gpus()[0].memory, weights, token_bytes, config.max_length)
+    return {
+        "device": choice.device,
+        "reason": choice.reason,
+        "max_num_seqs": options.num_seqs,
+        "max_batch_tokens": options.step_tokens,
+        "max_prefill_tokens": None if is_on_gpu else options.prefill_tokens,
+        "kv_cache_dtype": cache_dtype,
+        "gpu_memory": options.gpu_memory,
+        "threads": options.threads or torch.get_num_threads(),
+        "cuda_graphs": graph_sizes(options.num_seqs) if is_on_gpu else [],
+    }
 
 
 def _recipe(needed: tuple[str, ...], kernels: dict[str, str]) -> dict[str, str]:
@@ -146,10 +183,9 @@ def cuda_library() -> dict[str, Any]:
     and why not."""
     import torch
 
-    from fp8serve.fp8 import ops
-    from fp8serve.fp8.cuda_library import read_build
+    from fp8serve.fp8.cuda_library import library_path, read_build
 
-    path = ops.library_path("fp8serve_cuda")
+    path = library_path("fp8serve_cuda")
     if path is None:
         return {"path": None, "architectures": [], "runtime": None, "state": f"not built: {_why_not_built()}"}
     build = read_build(path)
@@ -260,7 +296,8 @@ def _disk(path: Path) -> dict[str, Any]:
 
 def about_gpus(gpus: list[dict[str, Any]], library: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Returns sentences about GPUs on which the library cannot run, and about GPUs on which it is slow."""
-    from fp8serve.fp8.cuda_library import CudaBuild, driver_version, incompatibility, slowdown
+    from fp8serve.fp8.cuda_driver import driver_version
+    from fp8serve.fp8.cuda_library import CudaBuild, incompatibility, slowdown
 
     build, driver = CudaBuild(tuple(library["architectures"]), library.get("runtime")), driver_version()
     chips = [(gpu["name"], int(gpu["architecture"].removeprefix("sm_"))) for gpu in gpus]

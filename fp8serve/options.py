@@ -19,6 +19,9 @@ from annotated_types import Ge, Gt, Le
 
 from fp8serve.errors import Fp8ServeError, RequestError, shown
 
+AUTO = "auto"  # the device that model/device.py chooses
+DEVICE_HELP = "cpu, cuda, or auto: a GPU if fp8serve can use it and the model fits."
+
 
 @dataclass(frozen=True)
 class About:

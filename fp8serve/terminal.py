@@ -4,10 +4,11 @@ Progress bars are only shown if standard error is a terminal. With --json, stand
 """
 
 import json
+import os
 import shlex
 import sys
 import unicodedata
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Protocol
@@ -15,6 +16,7 @@ from typing import Annotated, Any, Protocol
 import typer
 
 from fp8serve.errors import MachineError
+from fp8serve.options import AUTO
 
 MODEL = typer.Argument(
     metavar="MODEL", help="Directory in Hugging Face format, GGUF file, smollm2, or a hub name.", show_default=False
@@ -46,6 +48,20 @@ def write_report(file: Path | None, page: Callable[[], str]) -> None:
 def command_line(context: typer.Context) -> str:
     """Returns the command line of the current command, quoted for a shell."""
     return shlex.join(["fp8serve", *(context.find_root().obj or sys.argv[1:])])
+
+
+def on_device(values: Mapping[str, Any], model_dir: Path, processes: int = 1) -> dict[str, Any]:
+    """Returns the options of a command with the device that "auto" stands for, and prints the choice if there is a
+    GPU. `recipe`, `head_dtype` and `scales` of the options say how the model is loaded."""
+    if values["device"] != AUTO:
+        return dict(values)
+    from fp8serve.model.device import find_device
+
+    recipe, head = values.get("recipe", "bf16"), values.get("head_dtype", "bf16")
+    choice = find_device(model_dir, recipe, head, values.get("scales"), processes)
+    if choice.has_gpu and os.environ.get("RANK", "0") == "0":  # torchrun numbers its processes
+        remark(choice.text)
+    return {**values, "device": choice.device}
 
 
 class Advance(Protocol):

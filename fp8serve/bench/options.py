@@ -9,7 +9,7 @@ from annotated_types import Ge, Gt, Le, Len
 from fp8serve.engine.options import EngineOptions, KvDtype
 from fp8serve.errors import JobError
 from fp8serve.fp8.recipe import HeadDtype
-from fp8serve.options import About, check, options_of
+from fp8serve.options import AUTO, DEVICE_HELP, About, check, options_of
 
 Prompt = Annotated[int, Ge(1), About("Tokens of each prompt.")]
 New = Annotated[int, Ge(2), About("Tokens to generate for each prompt.")]
@@ -36,7 +36,7 @@ class EngineLoad(Checked):
     ] = (1, 4, 8, 16)
     prompt: Prompt = 256
     new: New = 64
-    device: Annotated[str, Len(1), About("cpu or cuda.")] = "cpu"
+    device: Annotated[str, Len(1), About(DEVICE_HELP)] = AUTO
 
 
 DEFAULT_OUTPUT_TOKENS = 64

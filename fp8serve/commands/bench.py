@@ -18,7 +18,7 @@ from fp8serve.bench.options import EngineLoad, Load, MonitorOptions, Shape, Spec
 from fp8serve.commands.dataclass_options import OptionValues, with_options
 from fp8serve.commands.serve import find_key
 from fp8serve.commands.server_options import KeyFile, OtherServer, Served, exit_on_sigterm, refuse_options
-from fp8serve.terminal import AsJson, Model, print_json, print_table, printable, progress
+from fp8serve.terminal import AsJson, Model, on_device, print_json, print_table, printable, progress
 
 Report = Callable[[str, int, int], None]  # reports progress: (label, done, total)
 Print = Callable[[Mapping[str, Any]], None]
@@ -161,7 +161,8 @@ def engine(model: Model, options: OptionValues[EngineLoad], out: Out = None, jso
     directory, load = find_model(model), options()
     from fp8serve.bench.engine import measure_engine
 
-    figures = measured("Engine", lambda report: measure_engine(directory, report, **vars(load)))
+    values = on_device(vars(load), directory)
+    figures = measured("Engine", lambda report: measure_engine(directory, report, **values))
     show(publish("engine", figures, out), json, _print_engine)
 
 

@@ -28,6 +28,7 @@ from fp8serve.terminal import (
     ReportFile,
     check_report,
     command_line,
+    on_device,
     print_report,
     remark,
     stage_progress,
@@ -54,13 +55,14 @@ def command(
     from fp8serve.calibration.reports.tables import summary_table
     from fp8serve.engine.task import task_of
     from fp8serve.hub import find_model
-    from fp8serve.ranks import torchrun
+    from fp8serve.ranks import is_rank, torchrun
 
     check_report(report_file)
     directory, recipe = find_model(model), scaling().recipe
+    values = dict(options.values) if is_rank() else on_device(options.values, directory)
     if task_of(directory) != "generate":
         return _calibrate_encoder(
-            directory, out, recipe, {**options.values, "command": command_line(context)}, report_file, json
+            directory, out, recipe, {**values, "command": command_line(context)}, report_file, json
         )
     # Every rank checks the model, so that all fail together: torchrun would kill ranks that fail later than the first.
     notes = quantized_notes(directory, scales_only=options.values.get("scales_only", False))
@@ -75,7 +77,7 @@ def command(
             progress=progress,
             ranks=ranks,
             command=command_line(context),
-            **options.values,
+            **values,
         )
     if ranks.is_first:
         write_report(report_file, lambda: html_report(report))

@@ -25,7 +25,7 @@ from fp8serve.commands.dataclass_options import OptionValues, shown_options, wit
 from fp8serve.commands.server_options import AdapterDir, KeyFile, OtherServer, Served, connected, refuse_options
 from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import RequestError
-from fp8serve.terminal import remark
+from fp8serve.terminal import on_device, remark
 
 if TYPE_CHECKING:
     from fp8serve.chat.models import ChatModel
@@ -85,7 +85,8 @@ def _open_model(
     else:
         from fp8serve.hub import find_draft, find_model
 
-        directory, options = find_model(str(model)), find_draft(engine.values)
+        directory = find_model(str(model))
+        options = on_device(find_draft(engine.values), directory)
         if is_interactive:
             remark(f"Loading {directory} ...")
         with LocalModel(directory, options, adapter) as local:

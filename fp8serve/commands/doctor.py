@@ -1,7 +1,8 @@
 """Show what this machine has and how fp8serve runs on it.
 
 Shows the device, the instruction set, the kernel of each operation, and the recipes that run natively. With MODEL it
-also shows whether fp8serve's own layers or transformers' class compute the model. The exit status is 1 if fp8serve
+also shows whether fp8serve's own layers or transformers' class compute the model, the device that serves it, and the
+limits of a step that an engine derives there. The exit status is 1 if fp8serve
 cannot work on this machine.
 
 --check compares every kernel with the PyTorch reference in about thirty small cases, on every GPU and on the CPU with
@@ -75,6 +76,9 @@ def _print(report: dict[str, Any]) -> None:
         print(f"check    {check['device']}: {_check_result(check)}")
     if (model := report["model"]) is not None:
         print(f"model    {model['path']}, {model['architecture']}, {COMPUTED_BY[model['computed_by']]}")
+    if (serving := report["serving"]) is not None:
+        print(f"serving  device auto: {serving['device']}, because {serving['reason']}")
+        print(f"         {_limits(serving)}")
     print()
     numerics = report["numerics"]
     rows = [(op, kernel, numerics.get(op, "")) for op, kernel in sorted(report["kernels"].items())]
@@ -97,6 +101,15 @@ def _print(report: dict[str, Any]) -> None:
         print(f"\nnote: {note}")
     for problem in report["problems"]:
         print(f"\nproblem: {problem}")
+
+
+def _limits(serving: dict[str, Any]) -> str:
+    prefill, share = serving["max_prefill_tokens"], serving["gpu_memory"]
+    return (
+        f"up to {serving['max_num_seqs']} sequences and {serving['max_batch_tokens']} tokens a step, "
+        f"{'as many prompt tokens as take 25 ms' if prefill is None else f'{prefill} prompt tokens'} while others "
+        f"decode, a KV cache in {serving['kv_cache_dtype']}{'' if share is None else f', {share:.0%} of the memory'}"
+    )
 
 
 def _check_result(check: dict[str, Any]) -> str:

@@ -25,6 +25,7 @@ from fp8serve.terminal import (
     ReportFile,
     check_report,
     command_line,
+    on_device,
     print_report,
     stage_progress,
     write_report,
@@ -45,18 +46,15 @@ def command(
 
     check_report(report_file)
     directory, reference = find_model(model), find_model(against) if against else None
+    values = on_device(options.values, directory)
     from fp8serve.calibration.evaluate import evaluate
     from fp8serve.calibration.reports.page import html_evaluation
     from fp8serve.calibration.reports.tables import eval_table
 
     if task_of(directory) != "generate":
-        return _evaluate_encoder(
-            context, directory, reference, dict(options.values), (model, against), report_file, json
-        )
+        return _evaluate_encoder(context, directory, reference, values, (model, against), report_file, json)
     with stage_progress("Evaluating") as progress:
-        report = evaluate(
-            directory, against=reference, progress=progress, command=command_line(context), **options.values
-        )
+        report = evaluate(directory, against=reference, progress=progress, command=command_line(context), **values)
     report = replace(
         report, model=model, against=against
     )  # the names that the user gave, instead of directories in a cache

@@ -20,6 +20,7 @@ Examples:
   fp8serve serve ./run/model
 """
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,7 +32,8 @@ import typer
 from fp8serve.commands import jobs
 from fp8serve.commands.dataclass_options import OptionValues, with_options
 from fp8serve.errors import Fp8ServeError, GroupError, JobError
-from fp8serve.terminal import Advance, AsJson, Model, print_json, progress, remark
+from fp8serve.options import AUTO
+from fp8serve.terminal import Advance, AsJson, Model, on_device, print_json, progress, remark
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.events import EVENTS, Event, logged, series_of_run
 
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 EXIT_STOPPED = 130  # as a shell reports ctrl-C
 
 
-@with_options()
+@with_options(device=AUTO)
 def command(
     model: Model,
     options: OptionValues[TrainConfig],
@@ -56,16 +58,23 @@ def command(
     from fp8serve.hub import find_model
     from fp8serve.ranks import torchrun
 
+    directory = find_model(model)
+    chosen = {"model": str(directory)} | on_device({"device": options.values["device"]}, directory, _processes(procs))
     if dry_run:
-        return _dry_run(options(model=str(find_model(model))), procs, json)
-    with torchrun(str(options.values.get("device", "cpu"))) as ranks:
-        config = options(model=str(find_model(model)))
+        return _dry_run(options(**chosen), procs, json)
+    with torchrun(chosen["device"]) as ranks:
+        config = options(**chosen)
         if procs > 1:
             return _run_group(config, json, procs)
         status = _run(config, json, ranks)
     if status and ranks.size == 1:  # torchrun would treat this status as a crash
         raise typer.Exit(status)
     return None
+
+
+def _processes(procs: int) -> int:
+    """Returns how many processes of this machine train: `procs`, or those that torchrun has started."""
+    return max(procs, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _run(config: TrainConfig, json: bool, ranks: "Ranks") -> int:

@@ -31,7 +31,7 @@ from fp8serve.commands.server_options import (
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import RequestError
-from fp8serve.terminal import AsJson, print_json
+from fp8serve.terminal import AsJson, on_device, print_json
 
 
 @with_options(max_new_tokens=64, temperature=0.0)
@@ -69,7 +69,7 @@ def command(
     directory, texts = find_model(model), prompts or [_from_stdin()]
     from fp8serve.engine.engine import Engine
 
-    local_engine = Engine(directory, **find_draft(engine.values))
+    local_engine = Engine(directory, **on_device(find_draft(engine.values), directory))
     name = None if adapter is None else local_engine.load_adapter(adapter.name, adapter)["name"]
     completions = local_engine.generate(texts, adapter=name, **sampling.values)
     local_engine.save_prefixes()

@@ -1,5 +1,7 @@
 """The options of an engine on a GPU that are None: derived from the GPU's memory, the model, and a step that is timed.
 
+The device itself is chosen by model/device.py.
+
 | option | GPU | CPU |
 |---|---|---|
 | max_num_seqs | 32 to 256 by memory; less if the KV cache holds fewer sequences of 512 tokens | 16 |
@@ -22,6 +24,7 @@ longer.
 
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 from fp8serve.engine.options import CPU_NUM_SEQS, EngineOptions, KvDtype
 
@@ -41,6 +44,14 @@ TRAINING_GPU_MEMORY_FRACTION = 0.6  # leaves room for a fine-tune job, or for th
 CONTEXT_BYTES = GIB  # a CUDA context with its libraries takes less; more memory in use belongs to other processes
 GPU_WORKER_THREADS = 2  # an engine process on a GPU computes only small tensors on the CPU
 GRAPH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+
+
+def with_device(options: EngineOptions, model_dir: Path) -> EngineOptions:
+    """Returns the options with the device that "auto" stands for. Raises ModelError if a weight file is damaged."""
+    from fp8serve.model.device import resolve_device  # here, so that `fp8serve --help` is fast
+
+    device = resolve_device(options.device, model_dir, options.recipe, options.head_dtype, options.scales)
+    return replace(options, device=device)
 
 
 def step_limits(options: EngineOptions, gpu_bytes: int) -> EngineOptions:
@@ -69,6 +80,22 @@ def fitting_num_seqs(num_seqs: int, cache_tokens: int, max_model_len: int) -> in
     return num_seqs if fitting >= num_seqs else max(size for size in GRAPH_SIZES if size <= fitting)
 
 
+def estimated_options(
+    options: EngineOptions, gpu_bytes: int, weight_bytes: int, token_bytes: int, max_model_len: int
+) -> EngineOptions:
+    """Returns the options that an engine alone on a GPU will derive, as far as they can be estimated without loading a
+    model: its step takes at most MAX_STEP_FRACTION of the memory, and max_prefill_tokens is measured.
+
+    Args:
+        weight_bytes: the memory of the weights.
+        token_bytes: the KV cache of a token.
+    """
+    options = step_limits(options, gpu_bytes)
+    cache_bytes = int((GPU_MEMORY_FRACTION - MAX_STEP_FRACTION) * gpu_bytes) - weight_bytes
+    num_seqs = fitting_num_seqs(options.num_seqs, max(0, cache_bytes) // token_bytes, max_model_len)
+    return replace(options, max_num_seqs=num_seqs, gpu_memory=GPU_MEMORY_FRACTION, threads=GPU_WORKER_THREADS)
+
+
 def prefill_tokens(step_tokens: int, step_seconds: float) -> int:
     """Returns max_prefill_tokens for a GPU that computes `step_tokens` in `step_seconds`: as many as it computes in
     PREFILL_SECONDS, rounded down to one of PREFILL_TOKENS."""
@@ -89,8 +116,10 @@ def kv_cache_dtype(declares_fp8: bool, scales: Iterable[float]) -> KvDtype:
     return "fp8" if declares_fp8 and any(scale != 1 for scale in scales) else "bf16"
 
 
-def worker_options(options: EngineOptions) -> EngineOptions:
-    """Returns the options of an engine that has a process for itself, with a value for threads on a GPU."""
+def worker_options(options: EngineOptions, model_dir: Path) -> EngineOptions:
+    """Returns the options of an engine that has a process for itself: with its device, and with a value for threads on
+    a GPU."""
+    options = with_device(options, model_dir)
     is_on_gpu = options.device.startswith("cuda")
     return replace(options, threads=GPU_WORKER_THREADS) if is_on_gpu and options.threads is None else options
 

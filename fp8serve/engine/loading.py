@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.engine.bad_words import Bans
-from fp8serve.engine.defaults import gpu_memory_fraction, kv_cache_dtype
+from fp8serve.engine.defaults import gpu_memory_fraction, kv_cache_dtype, with_device
 from fp8serve.engine.draft_model import DraftParts, LoadedDraft, draft_config, load_draft
 from fp8serve.engine.grammar import Grammars
 from fp8serve.engine.memory import CachePlan, check_length, gpu_memory_info, plan, plan_on_gpu, weight_bytes
@@ -138,7 +138,7 @@ class Loaded:
 
 def load(model_dir: Path, options: EngineOptions, network: Model | None = None) -> Loaded:
     """Loads a model directory. If `network` is given, its weights are used. Raises the errors of `Engine`."""
-    options = open_device(options)
+    options = open_device(model_dir, options)
     device = torch.device(options.device)
     config = read_config(model_dir)
     check_generates(model_dir, options.task)
@@ -148,7 +148,7 @@ def load(model_dir: Path, options: EngineOptions, network: Model | None = None) 
             f"{MAX_GPU_HEAD_DIM}; serve it on a CPU."
         )
     if options.kv_cache_dtype is None:
-        options = replace(options, kv_cache_dtype=_derive_kv_cache_dtype(model_dir, options, network is None))
+        options = replace(options, kv_cache_dtype=derive_kv_cache_dtype(model_dir, options, network is None))
     cache_dtype = torch.float8_e4m3fn if options.kv_cache_dtype == "fp8" else torch.bfloat16
     draft_dir = None if options.draft_model is None else Path(options.draft_model)
     draft_model_config = None if draft_dir is None else draft_config(draft_dir, model_dir, config)
@@ -211,9 +211,10 @@ def load(model_dir: Path, options: EngineOptions, network: Model | None = None) 
     )
 
 
-def open_device(options: EngineOptions) -> EngineOptions:
-    """Sets the number of threads and checks the device. Returns the options, on a GPU with a value for gpu_memory; call
-    this before the weights are loaded. Raises the errors of `check_device`."""
+def open_device(model_dir: Path, options: EngineOptions) -> EngineOptions:
+    """Sets the number of threads, and chooses or checks the device. Returns the options with the device, and on a GPU
+    with a value for gpu_memory; call this before the weights are loaded. Raises the errors of `check_device`."""
+    options = with_device(options, model_dir)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     device = check_device(options.device)
@@ -222,7 +223,7 @@ def open_device(options: EngineOptions) -> EngineOptions:
     return replace(options, gpu_memory=gpu_memory_fraction(*gpu_memory_info(device)))
 
 
-def _derive_kv_cache_dtype(model_dir: Path, options: EngineOptions, has_stored_weights: bool) -> KvDtype:
+def derive_kv_cache_dtype(model_dir: Path, options: EngineOptions, has_stored_weights: bool) -> KvDtype:
     """Returns the element type of the KV cache for options without one. The FP8 cache is for a model that is served as
     it is stored: its scales belong to these weights. Unusable scales are reported later."""
     if torch.device(options.device).type == "cpu" or not has_stored_weights or options.recipe != "stored":

@@ -76,8 +76,8 @@ def plan(
     Raises RequestError if the options exceed the model's maximum length, and MachineError if memory does not suffice.
     """
     model_length = check_length(config, options)
-    block_bytes = _block_bytes(config, options.block_size, cache_dtype)
-    draft_bytes = 0 if draft is None else _block_bytes(draft, options.block_size, torch.bfloat16)
+    block_bytes = cache_bytes(config, options.block_size, cache_dtype)
+    draft_bytes = 0 if draft is None else cache_bytes(draft, options.block_size, torch.bfloat16)
     total_bytes = block_bytes + draft_bytes
     max_length = options.max_model_len or model_length
     available = options.kv_cache_bytes or cache_memory(options.device) if memory is None else memory
@@ -99,9 +99,10 @@ def check_length(config: AnyConfig, options: EngineOptions) -> int:
     return model_length
 
 
-def _block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+def cache_bytes(config: ModelConfig, tokens: int, dtype: torch.dtype) -> int:
+    """Returns the bytes of the keys and values of `tokens` tokens, over all layers."""
     tensors = 1 if config.latent else 2
-    return tensors * config.num_layers * block_size * config.num_kv_heads * config.head_dim * dtype.itemsize
+    return tensors * config.num_layers * tokens * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
 def _num_blocks(options: EngineOptions, blocks_per_sequence: int, block_bytes: int, memory: int) -> int:

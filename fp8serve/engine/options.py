@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Le, Len
 from fp8serve.engine.request import Task
 from fp8serve.errors import RequestError
 from fp8serve.fp8.recipe import HeadDtype, RecipeChoice, to_json
-from fp8serve.options import About, check, known_fields
+from fp8serve.options import AUTO, DEVICE_HELP, About, check, known_fields
 
 KvDtype = Literal["bf16", "fp8"]
 CPU_NUM_SEQS, CPU_BATCH_TOKENS, CPU_PREFILL_TOKENS = 16, 512, 128  # defaults.py has those of a GPU
@@ -33,7 +33,7 @@ class EngineOptions:
     scales: Annotated[
         str | None, About("scales.safetensors to use.", unset="the directory's own", metavar="PATH", private=True)
     ] = None
-    device: Annotated[str, Len(1), About("cpu or cuda.")] = "cpu"
+    device: Annotated[str, Len(1), About(DEVICE_HELP)] = AUTO
     threads: Annotated[
         int | None,
         Ge(1),
@@ -139,7 +139,7 @@ class EngineOptions:
                 "cache_dir cannot be used with roll_history, because a saved prefix cache needs fixed scales; leave "
                 "one of the two out."
             )
-        if not self.device.startswith("cuda") and (self.gpu_memory is not None or self.cuda_graphs):
+        if not self.device.startswith(("cuda", AUTO)) and (self.gpu_memory is not None or self.cuda_graphs):
             name = "cuda_graphs" if self.gpu_memory is None else "gpu_memory"
             raise RequestError(f"{name} is for a GPU, and the device is {self.device!r}; leave it out or use a GPU.")
 

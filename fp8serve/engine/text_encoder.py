@@ -96,7 +96,7 @@ class TextEncoder:
         """`max_length` is the largest number of tokens of a text. If it is None, the model's positions are the
         limit."""
         _check_options(options, task)
-        options = open_device(options)
+        options = open_device(Path(model_dir), options)
         device = torch.device(options.device)
         self.options = step_limits(options, gpu_memory_info(device)[1]) if device.type == "cuda" else options
         scales = None if options.scales is None else Path(options.scales)

@@ -254,7 +254,7 @@ _ENGINES: dict[Task, Callable[..., Engine | EncoderEngine]] = {
 def _load(connection: Connection, model: Path, options: EngineOptions) -> Engine | EncoderEngine | None:
     """Loads the engine. If that fails, sends the error to the client and returns None."""
     try:
-        return _ENGINES[task_of(model, options.task)](model, **asdict(worker_options(options)))
+        return _ENGINES[task_of(model, options.task)](model, **asdict(worker_options(options, model)))
     except Fp8ServeError as problem:
         connection.send("failed", **describe_error(problem))
     except Exception as problem:

@@ -3,19 +3,21 @@
 A library has code for single architectures ("sm_90a") and for families ("sm_100f" runs on sm_100 and sm_103). Code for
 sm_89 is also present as PTX, which newer GPUs compile when they load it; it is correct, but has only the slowest GEMM.
 On an unsupported GPU every op would fail, because torch dispatches by device type and not by architecture. So code that
-uses a device calls `check_gpu` first.
+uses a device calls `check_gpu` first. Importing this module does not import torch.
 """
 
 import mmap
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
+import fp8serve
 from fp8serve.errors import MachineError
-from fp8serve.fp8 import ops
-from fp8serve.fp8.torch_private import cuda_driver_version
+from fp8serve.fp8.cuda_driver import driver_version
+
+if TYPE_CHECKING:
+    import torch
 
 _BUILD_INFO = re.compile(rb"fp8serve-cuda-(architectures|runtime)=([\w.+]{1,200});")
 _PTX_CAPABILITY = 89  # the compute capability whose code is also present as PTX
@@ -47,6 +49,13 @@ def _includes(architecture: str, capability: int) -> bool:
     if architecture.endswith("f"):
         return capability // 10 == own_capability // 10 and capability >= own_capability
     return capability == own_capability
+
+
+def library_path(stem: str) -> Path | None:
+    """Returns the path of a library of kernels, "fp8serve_cpu" or "fp8serve_cuda", or None if the file does not
+    exist."""
+    paths = (Path(folder) / f"lib{stem}.so" for folder in fp8serve.__path__)
+    return next((path for path in paths if path.exists()), None)
 
 
 def read_build(library: Path) -> CudaBuild:
@@ -84,14 +93,12 @@ def slowdown(build: CudaBuild, gpu: str, capability: int) -> str | None:
     )
 
 
-def driver_version() -> tuple[int, int] | None:
-    """Returns the CUDA version that the driver supports, or None if there is no driver or torch cannot query it."""
-    driver = cuda_driver_version()
-    return (driver // 1000, driver % 1000 // 10) if driver else None
-
-
-def check_gpu(device: torch.device) -> None:
+def check_gpu(device: "torch.device") -> None:
     """Raises MachineError if the CUDA kernels are loaded and this GPU cannot run them."""
+    import torch
+
+    from fp8serve.fp8 import ops
+
     library = ops.LIBRARIES["cuda"]
     if device.type != "cuda" or library is None:
         return

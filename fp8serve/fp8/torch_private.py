@@ -142,12 +142,6 @@ def has_kernel(op: str, key: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op, key))
 
 
-def cuda_driver_version() -> int:
-    """Returns the CUDA version that the driver supports (13020 for 13.2), 0 without a driver or a torch with CUDA."""
-    get_version = getattr(torch._C, "_cuda_getDriverVersion", None)
-    return get_version() if get_version is not None else 0
-
-
 def initialize_fsdp_shards(module: Any) -> None:
     """Makes FSDP2 allocate the shards of a root module, which it would otherwise do in the first forward pass."""
     module._get_fsdp_state()._lazy_init()

@@ -60,10 +60,11 @@ def create_app(settings: Settings, start_engine: Launch | None = None, worker: S
     """Returns the application. Models load after its startup, and `/health/ready` reports when they are loaded.
 
     Tests replace the engine process by `start_engine` and the training process by the command `worker`. Raises
-    MachineError if the data directory cannot be used.
+    MachineError if the data directory cannot be used, and RequestError if an option does not suit the device.
     """
     data = DataDirectory(settings)
     try:
+        settings = settings.on_device()
         state = ServerState(settings, data, start_engine, worker or training_command(settings.train_procs))
     except BaseException:
         data.discard()

@@ -13,7 +13,7 @@ from typing import Any, get_args
 from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import RequestError, shown
 from fp8serve.fp8.recipe import RecipeChoice
-from fp8serve.options import check
+from fp8serve.options import AUTO, check
 from fp8serve.server.output_parsers.output_format import OutputFormat, ReasoningFormat, ToolFormat
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}"
@@ -65,7 +65,10 @@ class NamedModel:
 
     def engine_options(self, device: str) -> EngineOptions:
         """Returns the options of the model's engine. `device` is used unless the options contain another device."""
-        return EngineOptions(**{"device": device, **_select(EngineOptions, self.options)})
+        options = _select(EngineOptions, self.options)
+        return EngineOptions(
+            **options | {"device": device if options.get("device", AUTO) == AUTO else options["device"]}
+        )
 
     @property
     def output_format(self) -> OutputFormat:

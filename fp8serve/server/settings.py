@@ -5,17 +5,17 @@ bytes and times in seconds. `GET /info` shows `ServerLimits`.
 """
 
 import ipaddress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from fp8serve.engine.defaults import TRAINING_GPU_MEMORY_FRACTION
+from fp8serve.engine.defaults import TRAINING_GPU_MEMORY_FRACTION, with_device
 from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import MachineError, RequestError, shown
 from fp8serve.logs import LogFormat
-from fp8serve.options import About, check, http_address, options_of
+from fp8serve.options import AUTO, About, check, http_address, options_of
 from fp8serve.server.named_models import NamedAdapter, NamedModel, check_name
 from fp8serve.server.output_parsers.output_format import OutputFormat, ReasoningFormat, ToolFormat
 from fp8serve.train.reporting import ReportTool, check_installed
@@ -237,6 +237,16 @@ class Settings(EngineOptions):
     def engine(self) -> EngineOptions:
         """The options of the engine process."""
         return EngineOptions(**{f.name: getattr(self, f.name) for f in fields(EngineOptions)})
+
+    def on_device(self) -> "Settings":
+        """Returns the settings with the devices that "auto" stands for. Raises RequestError if an option does not suit
+        them."""
+        from fp8serve.model.device import resolve_device  # here, so that `fp8serve --help` is fast
+
+        settings = replace(self, device=with_device(self.engine, self.model).device)
+        if self.train_device != AUTO:
+            return settings
+        return replace(settings, train_device=resolve_device(AUTO, self.model))
 
     @property
     def gpu_memory_beside_jobs(self) -> float | None:

@@ -4,7 +4,7 @@ The command line, `POST /finetune` and Python users create the same object, and 
 no torch, because the HTTP server checks requests with it.
 
 `batch_size` counts the rows of a microbatch, and `accumulate` counts the microbatches of an optimizer step (gradient
-accumulation). No option has an "auto" value.
+accumulation). No option has an "auto" value: `finetune` and the command choose a device before they create one.
 """
 
 import dataclasses
@@ -69,7 +69,9 @@ class TrainConfig(GrpoOptions):
     `method` chooses the loss and the kind of data (`train.methods`). Raises JobError for an invalid value.
     """
 
-    device: Annotated[str, Len(1), About("cpu or cuda.")] = "cpu"
+    device: Annotated[
+        str, Len(1), About("cpu or cuda; for the command also auto: a GPU if fp8serve can use it and the model fits.")
+    ] = "cpu"
     template_date: Annotated[
         str | None, About("Current date for chat templates.", unset="day of the first checkpoint", metavar="DATE")
     ] = None

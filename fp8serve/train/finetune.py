@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve.errors import DataError
+from fp8serve.model.device import resolve_device
 from fp8serve.model.storage.files import atomic_file
 from fp8serve.model.text.chat_rows import non_json_value
+from fp8serve.options import AUTO
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.events import OnEvent
 from fp8serve.train.trainer import Trainer, TrainResult
@@ -38,7 +40,8 @@ def finetune(
         on_event: A function that receives every event, a dict with `type` and `message`: losses, checkpoints, warnings.
         stop: A function that is called between steps. If it returns True, the run ends after a checkpoint, with the
             status "stopped".
-        options: The other fields of `TrainConfig`, such as `recipe="rowwise"` or `lora_rank=8`.
+        options: The other fields of `TrainConfig`, such as `recipe="rowwise"` or `lora_rank=8`. The device is a GPU if
+            there is one that fits the model, unless `device` says otherwise.
 
     Returns the last metrics, the newest checkpoint and the model's directory. Raises ModelError, DataError, RecipeError
     or ScalesError for an invalid input, and JobError for an invalid option or a run that diverged.
@@ -46,6 +49,7 @@ def finetune(
     out = Path(out)
     data_files, data_rows = _files_and_rows(data, out / "data.jsonl")
     eval_files, eval_rows = _files_and_rows(eval_data, out / "eval_data.jsonl")
+    options["device"] = resolve_device(options.get("device", AUTO), Path(model_dir))
     config = TrainConfig.from_dict(
         {"model": str(model_dir), "out": str(out), "data": data_files, "eval_data": eval_files, **options}
     )

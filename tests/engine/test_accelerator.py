@@ -106,8 +106,8 @@ def test_what_is_captured_is_said(model_dir: Path) -> None:
         ({"device": "cuda", "gpu_memory": 0.0}, "must be greater than 0, not 0.0"),
         ({"device": "cuda", "gpu_memory": "all"}, "gpu_memory must be a number, not 'all'"),
         ({"device": "cuda", "cuda_graphs": "yes"}, "cuda_graphs must be true or false"),
-        ({"gpu_memory": 0.5}, "gpu_memory is for a GPU, and the device is 'cpu'"),
-        ({"cuda_graphs": True}, "cuda_graphs is for a GPU, and the device is 'cpu'"),
+        ({"device": "cpu", "gpu_memory": 0.5}, "gpu_memory is for a GPU, and the device is 'cpu'"),
+        ({"device": "cpu", "cuda_graphs": True}, "cuda_graphs is for a GPU, and the device is 'cpu'"),
     ],
 )
 def test_options_of_a_gpu(options: dict[str, Any], sentence: str) -> None:

@@ -29,7 +29,7 @@ RATES = {"135 M": 600_000, "1.1 B": 136_000, "8 B": 42_500, "70 B": 4_900}
 SEQUENCES = {
     "24 GB": {"135 M": 64, "1.1 B": 64, "8 B": 64},
     "40 GB": {"135 M": 128, "1.1 B": 128, "8 B": 128},
-    "80 GB": {"135 M": 256, "1.1 B": 256, "8 B": 256, "70 B": 24},
+    "80 GB": {"135 M": 256, "1.1 B": 256, "8 B": 256, "70 B": 16},
     "141 GB": {"135 M": 256, "1.1 B": 256, "8 B": 256, "70 B": 256},
 }
 
@@ -38,16 +38,16 @@ def on_gpu(**options: Any) -> EngineOptions:
     return EngineOptions(**{"device": "cuda", **options})
 
 
-def derived_num_seqs(gpu: str, model: str) -> int:
-    weights, token_bytes = MODELS[model]
-    step = 0.03 * GPUS[gpu] * GIB
-    cache = int((0.92 * GPUS[gpu] * GIB - weights * 1e9 - step) // token_bytes)
-    return defaults.fitting_num_seqs(defaults.step_limits(on_gpu(), int(GPUS[gpu] * GIB)).num_seqs, cache, 8192)
-
-
 @pytest.mark.parametrize("gpu", GPUS)
 def test_the_number_of_sequences_follows_memory(gpu: str) -> None:
-    assert {model: derived_num_seqs(gpu, model) for model in SEQUENCES[gpu]} == SEQUENCES[gpu]
+    """Before a model is loaded, as `fp8serve doctor` shows it."""
+    found = {}
+    for model in SEQUENCES[gpu]:
+        weights, token_bytes = MODELS[model]
+        options = defaults.estimated_options(on_gpu(), int(GPUS[gpu] * GIB), int(weights * 1e9), token_bytes, 8192)
+        found[model] = options.num_seqs
+        assert (options.gpu_memory, options.threads) == (0.92, 2)
+    assert found == SEQUENCES[gpu]
 
 
 def test_the_tokens_of_a_step_follow_memory() -> None:
@@ -81,9 +81,9 @@ def test_a_cpu_keeps_its_defaults() -> None:
     assert (options.num_seqs, options.step_tokens, options.prefill_tokens) == (16, 512, 128)
     assert EngineOptions(max_num_seqs=600).step_tokens == 600
     assert EngineOptions(max_batch_tokens=8).num_seqs == 8
-    assert defaults.worker_options(options).threads is None
-    assert defaults.worker_options(on_gpu()).threads == 2
-    assert defaults.worker_options(on_gpu(threads=5)).threads == 5
+    assert defaults.worker_options(options, Path("m")).threads is None
+    assert defaults.worker_options(on_gpu(), Path("m")).threads == 2
+    assert defaults.worker_options(on_gpu(threads=5), Path("m")).threads == 5
 
 
 def test_graph_sizes_are_few_and_close() -> None:
@@ -117,7 +117,7 @@ def test_a_directory_declares_an_fp8_cache(file_format: str, tmp_path: Path) -> 
     def found(kv_cache: bool, has_stored_weights: bool = True, **options: Any) -> str:
         files = quantization_files(file_format, DelayedScaling(), kv_cache)
         (model_dir / "config.json").write_text(json.dumps(config | {k: v for k, v in files.items() if "." not in k}))
-        return loading._derive_kv_cache_dtype(model_dir, EngineOptions(**options), has_stored_weights)
+        return loading.derive_kv_cache_dtype(model_dir, EngineOptions(**options), has_stored_weights)
 
     assert found(True, device="cuda", scales=scales) == "fp8"
     assert found(False, device="cuda", scales=scales) == "bf16"
@@ -201,9 +201,9 @@ def test_the_share_of_memory_is_chosen_before_loading(
 ) -> None:
     fake_gpu(80)
     monkeypatch.setattr(loading, "check_device", torch.device)
-    assert open_device(on_gpu()).gpu_memory == 0.92
-    assert open_device(on_gpu(gpu_memory=0.5)).gpu_memory == 0.5
-    assert open_device(EngineOptions()).gpu_memory is None
+    assert open_device(Path("m"), on_gpu()).gpu_memory == 0.92
+    assert open_device(Path("m"), on_gpu(gpu_memory=0.5)).gpu_memory == 0.5
+    assert open_device(Path("m"), EngineOptions()).gpu_memory is None
 
 
 def test_info_shows_what_is_in_effect(model_dir: Path) -> None:

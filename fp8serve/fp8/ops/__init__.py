@@ -18,7 +18,6 @@ from fp8serve.fp8.ops.libraries import (
     backends,
     cpu_isa,
     cpu_kernels,
-    library_path,
     reads_packed,
 )
 
@@ -41,7 +40,6 @@ __all__ = [
     "cpu_kernels",
     "dequantize",
     "implement",
-    "library_path",
     "quantize",
     "reads_packed",
     "recipe_ops",

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-import fp8serve
+from fp8serve.fp8.cuda_library import library_path
 from fp8serve.fp8.ops.registry import OPS, declare, replaced_ops
 from fp8serve.fp8.torch_private import has_kernel
 
@@ -26,12 +26,6 @@ LEVELS = (
 declare("cpu_isa(str cap) -> str")
 declare("cpu_kernels() -> str")  # JSON: {op: {"variant": ..., "numerics": ...}}
 declare("reads_packed() -> bool")  # whether packed_mm reads packed weights directly instead of unpacking them
-
-
-def library_path(stem: str) -> Path | None:
-    """Returns the path of a library of kernels, or None if the file does not exist."""
-    paths = (Path(folder) / f"lib{stem}.so" for folder in fp8serve.__path__)
-    return next((path for path in paths if path.exists()), None)
 
 
 def _load(stem: str) -> Path | None:

@@ -505,7 +505,11 @@ def test_a_model_of_the_command_line() -> None:
     recipe = json.dumps({"name": "DelayedScaling", "margin": 1})
     named = NamedModel.parse(f"x=./a,b,max-model-len=64,kv_cache_dtype=fp8,tool_parser=hermes,recipe={recipe}")
     assert (named.name, named.directory) == ("x", Path("./a,b"))
-    assert named.engine_options("cpu") == EngineOptions(max_model_len=64, kv_cache_dtype="fp8", recipe=recipe)
+    assert NamedModel("x", Path("a"), {"device": "auto"}).engine_options("cuda:1").device == "cuda:1"
+    assert NamedModel("x", Path("a"), {"device": "cpu"}).engine_options("cuda:1").device == "cpu"
+    assert named.engine_options("cpu") == EngineOptions(
+        device="cpu", max_model_len=64, kv_cache_dtype="fp8", recipe=recipe
+    )
     assert named.engine_options("cuda").device == "cuda"
     assert (named.output_format.tools, named.output_format.reasoning) == ("hermes", "auto")
 
