@@ -210,3 +210,21 @@ def test_info_shows_what_is_in_effect(model_dir: Path) -> None:
     info = Engine(model_dir, recipe="rowwise", max_num_seqs=3).info()
     shown = ("max_num_seqs", "max_batch_tokens", "max_prefill_tokens", "gpu_memory", "kv_cache_dtype")
     assert [info[name] for name in shown] == [3, 512, 128, None, "bf16"]
+
+
+@pytest.mark.gpu
+def test_an_engine_derives_its_options_on_this_gpu(model_dir: Path) -> None:
+    """More requests than sequences are served, and the memory stays below the share of this process."""
+    engine = Engine(model_dir, recipe="rowwise")
+    info = engine.info()
+    assert info["device"] == "cuda"
+    assert info["max_num_seqs"] in defaults.GRAPH_SIZES[5:]
+    assert info["max_batch_tokens"] >= defaults.MIN_BATCH_TOKENS
+    assert info["max_prefill_tokens"] in defaults.PREFILL_TOKENS
+    assert info["gpu_memory"] in (defaults.GPU_MEMORY_FRACTION, defaults.SHARED_GPU_MEMORY_FRACTION)
+    sizes = defaults.graph_sizes(info["max_num_seqs"])
+    assert info["cuda_graphs"] == f"batches of {', '.join(map(str, sizes))}"
+    prompts = [[1 + i % 250, *range(i % 40)] for i in range(info["max_num_seqs"] + 40)]
+    assert all(len(c.token_ids) == 5 for c in engine.generate(prompts, max_new_tokens=5, ignore_eos=True))
+    free, total = torch.cuda.mem_get_info()
+    assert total - free <= info["gpu_memory"] * total
