@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fp8serve.calibration.data import IGNORE_INDEX, Batch, first_sequences
-from fp8serve.calibration.measure import LOGITS_PER_SLICE, LayerTally, TokenTally, add_logits
+from fp8serve.calibration.measure import LOGITS_PER_SLICE, LayerTally, TokenTally, add_logits, read_tallies
 from fp8serve.calibration.passes import (
     Linears,
     entries_of_layer,
@@ -84,6 +84,7 @@ def compare(
     norm = decoder.apply_final_norm
     for exact, quantized in zip(exact_passes, fp8_passes, strict=True):
         add_logits(tokens, exact.batch.targets, (decoder, norm(quantized.hidden)), (decoder, norm(exact.hidden)))
+    read_tallies(tallies.values())
     return tokens.quality(compared=True), tallies
 
 
@@ -92,18 +93,26 @@ def freeze_function(
 ) -> Callable[[str, Linear], FrozenLinear]:
     """Returns a function that converts a linear, given by its name, into the FrozenLinear that serves it.
 
-    The function returns the linears in `rounded`, if that is given. Otherwise it rounds to nearest, with the scales in
-    `states` if `recipe` is delayed scaling.
+    The function returns the linears in `rounded`, if that is given. Otherwise it rounds to nearest, with the present
+    scales of `states` if `recipe` is delayed scaling.
     """
+    # Freezing checks its scales on the host, so they are read at once here.
+    scales = read_scales(states) if rounded is None and as_delayed(recipe) is not None else {}
 
     def freeze(name: str, linear: Linear) -> FrozenLinear:
         if rounded is not None:
             return rounded[name]
         if as_delayed(recipe) is None:
             return FrozenLinear.from_linear(linear, recipe)
-        return FrozenLinear.from_linear(linear, recipe, states[f"{name}.input"].scale, states[f"{name}.weight"].scale)
+        return FrozenLinear.from_linear(linear, recipe, scales[f"{name}.input"], scales[f"{name}.weight"])
 
     return freeze
+
+
+def read_scales(states: Mapping[str, ScalingState]) -> dict[str, Tensor]:
+    """Returns the scales of all states, FP32 [] on the CPU, in one transfer from the device."""
+    scales = [state.scale for state in states.values()]
+    return dict(zip(states, torch.stack(scales).cpu().unbind(), strict=True)) if scales else {}
 
 
 def kl_shares(
@@ -120,7 +129,7 @@ def kl_shares(
     `linears` are exact modules of `decoder`. The result is empty if `batches` have no scored token, and it has no entry
     for a layer with a share that is not finite.
     """
-    sums = dict.fromkeys(linears, 0.0)
+    sums: dict[str, Tensor] = {}
     generator = torch.Generator(batches[0].ids.device).manual_seed(seed)
     tokens = 0
     for sequence in (stages or Stages()).steps("rank", first_sequences(batches, KL_SHARE_TOKENS)):
@@ -128,13 +137,19 @@ def kl_shares(
         with releasing_layers(decoder), with_activation_gradients(decoder), errors:
             hidden = forward(decoder, sequence)
         tokens += _backpropagate_samples(decoder, hidden, sequence.targets, generator)
-    return {name: total / 2 / tokens for name, total in sums.items() if tokens and math.isfinite(total)}
+    totals = dict.fromkeys(linears, 0.0)
+    if sums:
+        totals |= zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)
+    return {name: total / 2 / tokens for name, total in totals.items() if tokens and math.isfinite(total)}
 
 
 def _summed_squared_errors(
-    linears: Mapping[str, nn.Module], fp8_output: FP8Output, sums: dict[str, float]
+    linears: Mapping[str, nn.Module], fp8_output: FP8Output, sums: dict[str, Tensor]
 ) -> AbstractContextManager[None]:
-    """Inside the context, the backward pass adds the sum over tokens of (g . d)^2 of every linear to `sums`."""
+    """Inside the context, the backward pass adds the sum over tokens of (g . d)^2 of every linear to `sums`, FP64 [].
+
+    The sums stay on the device, so no layer waits for it.
+    """
 
     def make_hook(name: str) -> Callable[..., None]:
         def hook(linear: nn.Module, args: tuple[Tensor], exact: Tensor) -> None:
@@ -142,7 +157,8 @@ def _summed_squared_errors(
                 error = fp8_output(name, linear, args[0].detach()) - exact
 
             def add_to_sum(gradient: Tensor) -> None:
-                sums[name] += float((gradient.float() * error.float()).sum(-1).square().sum(dtype=torch.float64))
+                total = (gradient.float() * error.float()).sum(-1).square().sum(dtype=torch.float64)
+                sums[name] = sums[name] + total if name in sums else total
 
             exact.register_hook(add_to_sum)  # type: ignore[no-untyped-call]
 

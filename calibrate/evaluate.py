@@ -24,7 +24,7 @@ from fp8serve.calibration.embedding import (
     cosine_matrix,
     split_texts,
 )
-from fp8serve.calibration.measure import LayerTally, TokenTally, add_logits
+from fp8serve.calibration.measure import LayerTally, TokenTally, add_logits, read_tallies
 from fp8serve.calibration.options import SampleOptions
 from fp8serve.calibration.output import call_text, make_origin
 from fp8serve.calibration.passes import compare_with_reference as compared
@@ -140,6 +140,7 @@ def _measure(
     if reference is not None:
         for name, linear in linears.items():
             layers[name].add_weight(reference.get_parameter(f"{name}.weight"), linear)
+    read_tallies(layers.values())
     reports = tuple(tally.report(name, shares.get(name)) for name, tally in layers.items())
     return tokens.quality(compared=reference is not None), reports
 
@@ -256,6 +257,7 @@ class _Comparison:
         for name, linear in linears.items():
             tallies[name].add_weight(self.reference.get_parameter(f"{name}.weight"), linear)
         distance = None if scores is None or exact_scores is None else ScoreDistance.of(scores, exact_scores)
+        read_tallies(tallies.values())
         reports = tuple(tally.report(name) for name, tally in tallies.items())
         return CosineSummary.of(exact_vectors, vectors), distance, reports
 

@@ -23,7 +23,7 @@ from fp8serve.calibration.progress import Stages
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.linear import Linear
-from fp8serve.fp8.ops import dequantize, quantize
+from fp8serve.fp8.ops.arithmetic import dequantize
 from fp8serve.fp8.served_attention import served_attention
 from fp8serve.model.building import AnyModel, Model
 from fp8serve.model.network.decoder import make_attend
@@ -165,7 +165,8 @@ def fp8_cache(scales: Mapping[str, Tensor]) -> KVHook:
     """
 
     def round_trip(x: Tensor, scale: Tensor) -> Tensor:
-        return dequantize(*quantize(x, scale=scale)).to(x.dtype)
+        q, _ = torch.ops.fp8serve.quantize(x, scale, torch.float8_e4m3fn)
+        return dequantize(q, scale.reciprocal()).to(x.dtype)
 
     return lambda name, k, v: (round_trip(k, scales[f"{name}.k"]), round_trip(v, scales[f"{name}.v"]))
 

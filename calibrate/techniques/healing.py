@@ -83,6 +83,7 @@ def heal(
                 group["lr"] = schedule.rate(step)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        observer.read_records()
         for name, state in observer.kv.items():
             state.scale.copy_(scale_of(observer.records[name].amax, name, observer.target))
         for state in (states := observer.states()).values():
