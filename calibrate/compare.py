@@ -12,19 +12,20 @@ log-likelihood of tokens that are sampled from the reference's own distribution.
 KL = E[(g . d)^2] / 2 (the Fisher information; Martens, "New insights and perspectives on the natural gradient method",
 2014). g . d is summed within a token and squared per token, which assumes that errors of different tokens are
 independent. The shares then add up to about the KL divergence of the whole model. The cost for all layers together is
-about five forward passes over at most `KL_SHARE_TOKENS` tokens, and the memory for the activations of one sequence.
-Measuring one layer at a time would need one pass per layer.
+about five forward passes over at most `KL_SHARE_TOKENS` tokens, and the memory for the activations of one sequence; on
+a GPU, of as many sequences as fit. Measuring one layer at a time would need one pass per layer.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fp8serve.calibration.data import IGNORE_INDEX, Batch, first_sequences
+from fp8serve.calibration.data import IGNORE_INDEX, Batch, first_sequences, join_sequences
 from fp8serve.calibration.measure import LOGITS_PER_SLICE, LayerTally, TokenTally, add_logits, read_tallies
 from fp8serve.calibration.passes import (
     Linears,
@@ -132,7 +133,10 @@ def kl_shares(
     sums: dict[str, Tensor] = {}
     generator = torch.Generator(batches[0].ids.device).manual_seed(seed)
     tokens = 0
-    for sequence in (stages or Stages()).steps("rank", first_sequences(batches, KL_SHARE_TOKENS)):
+    sequences = first_sequences(batches, KL_SHARE_TOKENS)
+    if (limit := _tokens_per_pass(linears)) is not None:
+        sequences = join_sequences(sequences, limit)
+    for sequence in (stages or Stages()).steps("rank", sequences):
         errors = _summed_squared_errors(linears, fp8_output, sums)
         with releasing_layers(decoder), with_activation_gradients(decoder), errors:
             hidden = forward(decoder, sequence)
@@ -141,6 +145,19 @@ def kl_shares(
     if sums:
         totals |= zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)
     return {name: total / 2 / tokens for name, total in totals.items() if tokens and math.isfinite(total)}
+
+
+def _tokens_per_pass(linears: Mapping[str, nn.Module]) -> int | None:
+    """Returns how many tokens a forward and backward pass over `linears` may have on their GPU, or None on a CPU.
+
+    A pass keeps about three BF16 tensors with the size of each linear's input or output. Half of the free memory is
+    left for everything else.
+    """
+    weights = [cast(Tensor, linear.weight) for linear in linears.values()]
+    if not weights or not weights[0].is_cuda:
+        return None
+    free, _ = torch.cuda.mem_get_info(weights[0].device)
+    return max(1, free // 2 // sum(6 * sum(weight.shape) for weight in weights))
 
 
 def _summed_squared_errors(

@@ -87,7 +87,7 @@ def evaluate(
         )  # fmt: skip
     arguments = {"data": data, "against": against, "recipe": recipe, "scales": scales}
     arguments |= {} if head_dtype == "bf16" else {"head_dtype": head_dtype}
-    batches = make_batches(samples, settings.batch_size, settings.device)
+    batches = make_batches(samples, settings.sequences_per_batch, settings.device)
     quality, layers = _measure(model, reference, batches, stages)
     tokens = sum(batch.tokens for batch in batches)
     return EvalReport(
@@ -289,7 +289,7 @@ class _Comparison:
 
     def _run(self, model: AnyModel, texts: Texts, stage: str) -> tuple[Tensor, Tensor | None]:
         """Returns the vectors [texts, H], and the scores [texts, labels], or None for a model without labels."""
-        vectors, scores, head, size = [], [], model.config.head, self.options.batch_size
+        vectors, scores, head, size = [], [], model.config.head, self.options.sequences_per_batch
         batches = [texts[i : i + size] for i in range(0, len(texts), size)]
         for batch in self.stages.steps(stage, batches):
             ids, segments = (torch.tensor([i for row in part for i in row], device=self.options.device)

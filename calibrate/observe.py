@@ -228,8 +228,8 @@ def final_states(observer: Observer, chosen_amaxes: Mapping[str, float] | None =
     states, recipe, chosen_amaxes = observer.states(), observer.target, chosen_amaxes or {}
     uses_maximum = recipe.amax_compute_algo == "max"
     amaxes = {name: record.amax for name, record in observer.records.items() if uses_maximum} | dict(chosen_amaxes)
-    for name, largest in amaxes.items():
-        states[name].scale.copy_(scale_of(largest, name, recipe).to(states[name].scale.device))
+    for name, scale in scales_of(amaxes, recipe, next(iter(states.values())).scale.device).items():
+        states[name].scale.copy_(scale)
     for name, largest in chosen_amaxes.items():
         states[name].amax_history.clamp_(max=largest)
     for state in states.values():
@@ -237,12 +237,17 @@ def final_states(observer: Observer, chosen_amaxes: Mapping[str, float] | None =
     return states
 
 
-def scale_of(largest: float, name: str, recipe: DelayedScaling) -> Tensor:
-    """Returns the scale, FP32 [], that delayed scaling computes for the tensor `name` from the amax `largest`."""
-    state = ScalingState.create(2, torch.device("cpu"))
-    state.stage(torch.tensor(largest, dtype=torch.float32))
-    update([Entry(state, fp8_max(recipe, name.rpartition(".")[2]))], replace(recipe, interval=1))
-    return state.scale
+def scales_of(amaxes: Mapping[str, float], recipe: DelayedScaling, device: torch.device) -> dict[str, Tensor]:
+    """Returns the scales, FP32 [], that delayed scaling computes for tensors from their amaxes, by name."""
+    if not amaxes:
+        return {}
+    scales, counts = torch.ones(len(amaxes)), torch.zeros(2, len(amaxes), dtype=torch.int64)
+    histories = torch.zeros(len(amaxes), 2)
+    histories[:, 0] = torch.tensor(list(amaxes.values()), dtype=torch.float32)  # staged
+    states = map(ScalingState, scales.unbind(), histories.unbind(), *(column.unbind() for column in counts))
+    maxima = (fp8_max(recipe, name.rpartition(".")[2]) for name in amaxes)
+    update([Entry(*entry) for entry in zip(states, maxima, strict=True)], replace(recipe, interval=1))
+    return dict(zip(amaxes, scales.to(device).unbind(), strict=True))
 
 
 def check_records(records: Mapping[str, TensorRecord], needed: Collection[str], batches: int) -> None:

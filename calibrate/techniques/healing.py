@@ -22,7 +22,7 @@ from torch.nn.functional import log_softmax
 from fp8serve.calibration.compare import freeze_function
 from fp8serve.calibration.data import IGNORE_INDEX, Batch
 from fp8serve.calibration.measure import LOGITS_PER_SLICE
-from fp8serve.calibration.observe import Observer, scale_of
+from fp8serve.calibration.observe import Observer, scales_of
 from fp8serve.calibration.passes import Linears, forward
 from fp8serve.calibration.progress import Stages
 from fp8serve.errors import ModelError
@@ -84,8 +84,9 @@ def heal(
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         observer.read_records()
-        for name, state in observer.kv.items():
-            state.scale.copy_(scale_of(observer.records[name].amax, name, observer.target))
+        kv_amaxes = {name: observer.records[name].amax for name in observer.kv}
+        for name, scale in scales_of(kv_amaxes, observer.target, hidden.device).items():
+            observer.kv[name].scale.copy_(scale)
         for state in (states := observer.states()).values():
             state.resize(observer.target.amax_history_len)
         freeze = freeze_function(recipe, states)
