@@ -29,6 +29,7 @@ from fp8serve.calibration.data import IGNORE_INDEX, Batch, first_sequences, join
 from fp8serve.calibration.measure import LOGITS_PER_SLICE, LayerTally, TokenTally, add_logits, read_tallies
 from fp8serve.calibration.passes import (
     Linears,
+    backpropagate,
     entries_of_layer,
     forward,
     forward_hooks,
@@ -194,5 +195,5 @@ def _backpropagate_samples(decoder: Model, hidden: Tensor, targets: Tensor, gene
             sampled = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator).squeeze(1)
             cross_entropy(logits, sampled, reduction="sum").backward()  # type: ignore[no-untyped-call]
     if leaf.grad is not None:
-        hidden.backward(leaf.grad)  # type: ignore[no-untyped-call]
+        backpropagate(hidden, leaf.grad)
     return len(scored)

@@ -23,7 +23,7 @@ from fp8serve.calibration.compare import freeze_function
 from fp8serve.calibration.data import IGNORE_INDEX, Batch
 from fp8serve.calibration.measure import LOGITS_PER_SLICE
 from fp8serve.calibration.observe import Observer, scales_of
-from fp8serve.calibration.passes import Linears, forward
+from fp8serve.calibration.passes import Linears, backpropagate, forward
 from fp8serve.calibration.progress import Stages
 from fp8serve.errors import ModelError
 from fp8serve.fp8.autocast import autocast
@@ -135,5 +135,5 @@ def _backpropagate_kl(decoder: Model, hidden: Tensor, reference: Model, batch: B
         loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
     if leaf.grad is not None:
-        hidden.backward(leaf.grad)  # type: ignore[no-untyped-call]
+        backpropagate(hidden, leaf.grad)
     return total

@@ -1,4 +1,4 @@
-"""The norms of decoders, over the last dimension. They round where transformers rounds.
+"""The norms of decoders, over the last dimension, and embeddings. Norms round where transformers rounds.
 
 Serving fuses an `RMSNorm` and the cast after it into one op (fusion.py). The other norms are called as modules.
 """
@@ -9,6 +9,14 @@ from torch import Tensor, nn
 
 from fp8serve.fp8.elementwise import rms_norm
 from fp8serve.model.config.model_config import ModelConfig
+
+
+def make_embedding(rows: int, width: int) -> nn.Embedding:
+    """Returns a new embedding. On the device "meta" its weight is not initialized, because PyTorch would import its
+    compiler for that, which takes one to two seconds of the start of every process."""
+    if torch.get_default_device().type == "meta":
+        return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
+    return nn.Embedding(rows, width)
 
 
 class RMSNorm(nn.Module):
