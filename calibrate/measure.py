@@ -243,5 +243,6 @@ def read_tallies(tallies: Iterable[LayerTally]) -> None:
     tensors: list[Tensor] = [fields[name] for fields, name in entries]
     # FP64 holds FP32 numbers and all counts below 2^53 exactly.
     values = torch.cat([tensor.flatten().double() for tensor in tensors]).cpu()
-    for (fields, name), tensor, part in zip(entries, tensors, values.split([t.numel() for t in tensors]), strict=True):
+    slices = torch.split(values, [tensor.numel() for tensor in tensors])
+    for (fields, name), tensor, part in zip(entries, tensors, slices, strict=True):
         fields[name] = part.to(tensor.dtype).view(tensor.shape)

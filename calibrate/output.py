@@ -223,7 +223,7 @@ def stored_states(states: Mapping[str, ScalingState], recipe: Recipe) -> dict[st
     if not stored:
         return {}
     columns = [column for state in stored.values() for column in (state.scale.view(1), state.amax_history)]
-    values = iter(torch.cat(columns).cpu().split([len(column) for column in columns]))
+    values = iter(torch.split(torch.cat(columns).cpu(), [len(column) for column in columns]))
     return {n: ScalingState(next(values)[0], next(values), s.nonfinite, s.steps) for n, s in stored.items()}
 
 

@@ -237,7 +237,8 @@ class LayerTrial:
         if settings is None:
             return FrozenLinear.from_linear(linear, self.recipe)
         amaxes = {f"{name}.input": amax, f"{name}.weight": float(linear.weight.abs().max())}
-        return FrozenLinear.from_linear(linear, self.recipe, *scales_of(amaxes, settings, torch.device("cpu")).values())
+        input_scale, weight_scale = scales_of(amaxes, settings, torch.device("cpu")).values()
+        return FrozenLinear.from_linear(linear, self.recipe, input_scale, weight_scale)
 
 
 def _relative_errors(output: Tensor, exact: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 Serving fuses an `RMSNorm` and the cast after it into one op (fusion.py). The other norms are called as modules.
 """
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor, nn
@@ -15,7 +17,7 @@ def make_embedding(rows: int, width: int) -> nn.Embedding:
     """Returns a new embedding. On the device "meta" its weight is not initialized, because PyTorch would import its
     compiler for that, which takes one to two seconds of the start of every process."""
     if torch.get_default_device().type == "meta":
-        return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
+        return cast(nn.Embedding, nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False))  # type: ignore[no-untyped-call]
     return nn.Embedding(rows, width)
 
 
