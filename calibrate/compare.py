@@ -12,22 +12,24 @@ log-likelihood of tokens that are sampled from the reference's own distribution.
 KL = E[(g . d)^2] / 2 (the Fisher information; Martens, "New insights and perspectives on the natural gradient method",
 2014). g . d is summed within a token and squared per token, which assumes that errors of different tokens are
 independent. The shares then add up to about the KL divergence of the whole model. The cost for all layers together is
-about five forward passes over at most `KL_SHARE_TOKENS` tokens, and the memory for the activations of one sequence.
-Measuring one layer at a time would need one pass per layer.
+about five forward passes over at most `KL_SHARE_TOKENS` tokens, and the memory for the activations of one sequence; on
+a GPU, of as many sequences as fit. Measuring one layer at a time would need one pass per layer.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fp8serve.calibration.data import IGNORE_INDEX, Batch, first_sequences
-from fp8serve.calibration.measure import LOGITS_PER_SLICE, LayerTally, TokenTally, add_logits
+from fp8serve.calibration.data import IGNORE_INDEX, Batch, first_sequences, join_sequences
+from fp8serve.calibration.measure import LOGITS_PER_SLICE, LayerTally, TokenTally, add_logits, read_tallies
 from fp8serve.calibration.passes import (
     Linears,
+    backpropagate,
     entries_of_layer,
     forward,
     forward_hooks,
@@ -84,6 +86,7 @@ def compare(
     norm = decoder.apply_final_norm
     for exact, quantized in zip(exact_passes, fp8_passes, strict=True):
         add_logits(tokens, exact.batch.targets, (decoder, norm(quantized.hidden)), (decoder, norm(exact.hidden)))
+    read_tallies(tallies.values())
     return tokens.quality(compared=True), tallies
 
 
@@ -92,18 +95,26 @@ def freeze_function(
 ) -> Callable[[str, Linear], FrozenLinear]:
     """Returns a function that converts a linear, given by its name, into the FrozenLinear that serves it.
 
-    The function returns the linears in `rounded`, if that is given. Otherwise it rounds to nearest, with the scales in
-    `states` if `recipe` is delayed scaling.
+    The function returns the linears in `rounded`, if that is given. Otherwise it rounds to nearest, with the present
+    scales of `states` if `recipe` is delayed scaling.
     """
+    # Freezing checks its scales on the host, so they are read at once here.
+    scales = read_scales(states) if rounded is None and as_delayed(recipe) is not None else {}
 
     def freeze(name: str, linear: Linear) -> FrozenLinear:
         if rounded is not None:
             return rounded[name]
         if as_delayed(recipe) is None:
             return FrozenLinear.from_linear(linear, recipe)
-        return FrozenLinear.from_linear(linear, recipe, states[f"{name}.input"].scale, states[f"{name}.weight"].scale)
+        return FrozenLinear.from_linear(linear, recipe, scales[f"{name}.input"], scales[f"{name}.weight"])
 
     return freeze
+
+
+def read_scales(states: Mapping[str, ScalingState]) -> dict[str, Tensor]:
+    """Returns the scales of all states, FP32 [] on the CPU, in one transfer from the device."""
+    scales = [state.scale for state in states.values()]
+    return dict(zip(states, torch.stack(scales).cpu().unbind(), strict=True)) if scales else {}
 
 
 def kl_shares(
@@ -120,21 +131,43 @@ def kl_shares(
     `linears` are exact modules of `decoder`. The result is empty if `batches` have no scored token, and it has no entry
     for a layer with a share that is not finite.
     """
-    sums = dict.fromkeys(linears, 0.0)
+    sums: dict[str, Tensor] = {}
     generator = torch.Generator(batches[0].ids.device).manual_seed(seed)
     tokens = 0
-    for sequence in (stages or Stages()).steps("rank", first_sequences(batches, KL_SHARE_TOKENS)):
+    sequences = first_sequences(batches, KL_SHARE_TOKENS)
+    if (limit := _tokens_per_pass(linears)) is not None:
+        sequences = join_sequences(sequences, limit)
+    for sequence in (stages or Stages()).steps("rank", sequences):
         errors = _summed_squared_errors(linears, fp8_output, sums)
         with releasing_layers(decoder), with_activation_gradients(decoder), errors:
             hidden = forward(decoder, sequence)
         tokens += _backpropagate_samples(decoder, hidden, sequence.targets, generator)
-    return {name: total / 2 / tokens for name, total in sums.items() if tokens and math.isfinite(total)}
+    totals = dict.fromkeys(linears, 0.0)
+    if sums:
+        totals |= zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)
+    return {name: total / 2 / tokens for name, total in totals.items() if tokens and math.isfinite(total)}
+
+
+def _tokens_per_pass(linears: Mapping[str, nn.Module]) -> int | None:
+    """Returns how many tokens a forward and backward pass over `linears` may have on their GPU, or None on a CPU.
+
+    A pass keeps about three BF16 tensors with the size of each linear's input or output. Half of the free memory is
+    left for everything else.
+    """
+    weights = [cast(Tensor, linear.weight) for linear in linears.values()]
+    if not weights or not weights[0].is_cuda:
+        return None
+    free, _ = torch.cuda.mem_get_info(weights[0].device)
+    return max(1, free // 2 // sum(6 * sum(weight.shape) for weight in weights))
 
 
 def _summed_squared_errors(
-    linears: Mapping[str, nn.Module], fp8_output: FP8Output, sums: dict[str, float]
+    linears: Mapping[str, nn.Module], fp8_output: FP8Output, sums: dict[str, Tensor]
 ) -> AbstractContextManager[None]:
-    """Inside the context, the backward pass adds the sum over tokens of (g . d)^2 of every linear to `sums`."""
+    """Inside the context, the backward pass adds the sum over tokens of (g . d)^2 of every linear to `sums`, FP64 [].
+
+    The sums stay on the device, so no layer waits for it.
+    """
 
     def make_hook(name: str) -> Callable[..., None]:
         def hook(linear: nn.Module, args: tuple[Tensor], exact: Tensor) -> None:
@@ -142,7 +175,8 @@ def _summed_squared_errors(
                 error = fp8_output(name, linear, args[0].detach()) - exact
 
             def add_to_sum(gradient: Tensor) -> None:
-                sums[name] += float((gradient.float() * error.float()).sum(-1).square().sum(dtype=torch.float64))
+                total = (gradient.float() * error.float()).sum(-1).square().sum(dtype=torch.float64)
+                sums[name] = sums[name] + total if name in sums else total
 
             exact.register_hook(add_to_sum)  # type: ignore[no-untyped-call]
 
@@ -161,5 +195,5 @@ def _backpropagate_samples(decoder: Model, hidden: Tensor, targets: Tensor, gene
             sampled = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator).squeeze(1)
             cross_entropy(logits, sampled, reduction="sum").backward()  # type: ignore[no-untyped-call]
     if leaf.grad is not None:
-        hidden.backward(leaf.grad)  # type: ignore[no-untyped-call]
+        backpropagate(hidden, leaf.grad)
     return len(scored)

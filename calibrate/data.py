@@ -209,6 +209,26 @@ def first_sequences(batches: Sequence[Batch], tokens: int) -> list[Batch]:
     return sequences
 
 
+def join_sequences(sequences: Sequence[Batch], tokens: int) -> list[Batch]:
+    """Joins consecutive batches into batches of at most `tokens` tokens; a longer one stays alone."""
+    groups: list[list[Batch]] = []
+    size = 0
+    for sequence in sequences:
+        if not groups or size + sequence.tokens > tokens:
+            groups.append([])
+            size = 0
+        groups[-1].append(sequence)
+        size += sequence.tokens
+    return [_join(group) for group in groups]
+
+
+def _join(group: Sequence[Batch]) -> Batch:
+    ids, positions, targets = (
+        torch.cat(parts) for parts in zip(*((b.ids, b.positions, b.targets) for b in group), strict=True)
+    )
+    return Batch(ids, positions, targets, [length for batch in group for length in batch.lengths])
+
+
 def _split(batch: Batch) -> Iterator[Batch]:
     parts = (torch.split(column, batch.lengths) for column in (batch.ids, batch.positions, batch.targets))
     for ids, positions, targets in zip(*parts, strict=True):

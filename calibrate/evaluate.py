@@ -24,7 +24,7 @@ from fp8serve.calibration.embedding import (
     cosine_matrix,
     split_texts,
 )
-from fp8serve.calibration.measure import LayerTally, TokenTally, add_logits
+from fp8serve.calibration.measure import LayerTally, TokenTally, add_logits, read_tallies
 from fp8serve.calibration.options import SampleOptions
 from fp8serve.calibration.output import call_text, make_origin
 from fp8serve.calibration.passes import compare_with_reference as compared
@@ -87,7 +87,7 @@ def evaluate(
         )  # fmt: skip
     arguments = {"data": data, "against": against, "recipe": recipe, "scales": scales}
     arguments |= {} if head_dtype == "bf16" else {"head_dtype": head_dtype}
-    batches = make_batches(samples, settings.batch_size, settings.device)
+    batches = make_batches(samples, settings.sequences_per_batch, settings.device)
     quality, layers = _measure(model, reference, batches, stages)
     tokens = sum(batch.tokens for batch in batches)
     return EvalReport(
@@ -140,6 +140,7 @@ def _measure(
     if reference is not None:
         for name, linear in linears.items():
             layers[name].add_weight(reference.get_parameter(f"{name}.weight"), linear)
+    read_tallies(layers.values())
     reports = tuple(tally.report(name, shares.get(name)) for name, tally in layers.items())
     return tokens.quality(compared=reference is not None), reports
 
@@ -256,6 +257,7 @@ class _Comparison:
         for name, linear in linears.items():
             tallies[name].add_weight(self.reference.get_parameter(f"{name}.weight"), linear)
         distance = None if scores is None or exact_scores is None else ScoreDistance.of(scores, exact_scores)
+        read_tallies(tallies.values())
         reports = tuple(tally.report(name) for name, tally in tallies.items())
         return CosineSummary.of(exact_vectors, vectors), distance, reports
 
@@ -287,7 +289,7 @@ class _Comparison:
 
     def _run(self, model: AnyModel, texts: Texts, stage: str) -> tuple[Tensor, Tensor | None]:
         """Returns the vectors [texts, H], and the scores [texts, labels], or None for a model without labels."""
-        vectors, scores, head, size = [], [], model.config.head, self.options.batch_size
+        vectors, scores, head, size = [], [], model.config.head, self.options.sequences_per_batch
         batches = [texts[i : i + size] for i in range(0, len(texts), size)]
         for batch in self.stages.steps(stage, batches):
             ids, segments = (torch.tensor([i for row in part for i in row], device=self.options.device)

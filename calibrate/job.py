@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fp8serve.calibration.compare import compare, freeze_function, kl_shares
 from fp8serve.calibration.data import Batches
 from fp8serve.calibration.embedding import CosineSummary
-from fp8serve.calibration.measure import LayerTally
+from fp8serve.calibration.measure import LayerTally, read_tallies
 from fp8serve.calibration.observe import Observer, observe, observe_texts
 from fp8serve.calibration.options import CalibrationOptions
 from fp8serve.calibration.passes import release_weights, replaced_modules, run_in_fp8
@@ -189,6 +189,7 @@ class EmbeddingTask:
             tallies[name].add_weight(job.linears[name].weight, layer)
         with run_in_fp8(job.linears, lambda name, linear: frozen[name], tallies):
             vectors = self._vectors(job, "compare")
+        read_tallies(tallies.values())
         return CosineSummary.of(exact, vectors), tuple(tally.report(name) for name, tally in tallies.items())
 
     def _frozen(self, job: Job) -> dict[str, FrozenLinear]:

@@ -17,9 +17,13 @@ elements with each exponent shows whether the scale puts a tensor into the preci
 Outliers: if one channel is thousands of times larger than the other channels, one scale for all channels leaves them
 only the lowest exponents. This is justified if the weights of the large channel are large as well. If they are small,
 the size of the channel is useless, and smoothing removes it.
+
+All sums and counts stay on the device of the tensors, because each read of a value would wait for the device.
+`read_tallies` copies the statistics of all linears to the CPU at once.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -38,58 +42,77 @@ E4M3 = torch.float8_e4m3fn
 MAX_CODE = 0x7E  # the code of 448 without its sign
 SLICE_ELEMENTS = 1 << 22  # elements that are converted to FP32 at a time
 LOGITS_PER_SLICE = 256  # tokens
+FloatSum = Tensor | float  # a sum in FP64: a tensor [] on the device after the first addition
+IntSum = Tensor | int
 
 
 @dataclass
 class GridTally:
     """Statistics of a cast to E4M3 over all elements that were added.
 
-    `peak` is the largest magnitude after scaling. `channels` [K] are the largest magnitudes of each column before
-    scaling.
+    `counts` [128] are the numbers of elements by code without its sign. `peak` is the largest magnitude after scaling,
+    FP32. `channels` [K] are the largest magnitudes of each column before scaling.
     """
 
-    counts: Tensor = field(default_factory=lambda: torch.zeros(128, dtype=torch.int64))  # by code without its sign
-    peak: float = 0.0
-    signal: float = 0.0
-    noise: float = 0.0
+    counts: Tensor | None = None
+    peak: Tensor | None = None
+    signal: FloatSum = 0.0
+    noise: FloatSum = 0.0
     channels: Tensor | None = None
 
     def add(self, x: Tensor, q: Tensor, scale_inv: Tensor) -> None:
         """Adds a tensor x [M, K] and its cast q, E4M3 [M, K], with scale_inv of any granularity."""
-        largest = x.abs().amax(0).float().cpu()
+        largest = x.abs().amax(0).float()
         self.channels = largest if self.channels is None else torch.maximum(self.channels, largest)
-        codes = q.view(torch.uint8).flatten() & 0x7F
-        self.counts += torch.bincount(codes, minlength=128).cpu()
+        counts = count_codes(q.view(torch.uint8).flatten() & 0x7F)
+        self.counts = counts if self.counts is None else self.counts + counts
         rows = max(1, SLICE_ELEMENTS // max(1, q.shape[1]))
         scales = torch.broadcast_to(expand(scale_inv, *q.shape), q.shape)
         for x_rows, q_rows, scale in zip(*(torch.split(t, rows) for t in (x, q, scales)), strict=True):
             exact, dequantized = x_rows.float(), q_rows.float() * scale
-            self.peak = max(self.peak, float((exact.abs() / scale).max()))
-            self.signal += float(exact.square().sum(dtype=torch.float64))
-            self.noise += float((exact - dequantized).square_().sum(dtype=torch.float64))
+            peak = (exact.abs() / scale).max()
+            self.peak = torch.fmax(torch.zeros_like(peak) if self.peak is None else self.peak, peak)
+            self.signal = self.signal + exact.square().sum(dtype=torch.float64)
+            self.noise = self.noise + (exact - dequantized).square_().sum(dtype=torch.float64)
 
     def report(self) -> CastReport | None:
         """Returns the statistics, or None if nothing was added."""
-        elements = int(self.counts.sum())
+        counts: list[int] = [] if self.counts is None else self.counts.tolist()
+        elements = sum(counts)
         if elements == 0:
             return None
-        zeros, *shares = (_round_share(int(c) / elements) for c in (self.counts[0], *self._binades()))
-        top = _round_share(int(self.counts[MAX_CODE]) / elements)
+        binades = [sum(counts[code : code + 8]) for code in range(0, 128, 8)]
+        binades[0] -= counts[0]
+        zeros, *shares = (_round_share(count / elements) for count in (counts[0], *binades))
+        top = _round_share(counts[MAX_CODE] / elements)
         return CastReport(sqnr(self.signal, self.noise), self._headroom(), zeros, tuple(shares), top)
 
-    def _binades(self) -> Tensor:
-        by_exponent = self.counts.view(16, 8).sum(1)
-        by_exponent[0] -= self.counts[0]
-        return by_exponent
-
     def _headroom(self) -> float | None:
-        if self.peak == 0 or not math.isfinite(self.peak):
+        peak = 0.0 if self.peak is None else float(self.peak)
+        if peak == 0 or not math.isfinite(peak):
             return None
-        return round(math.log2(FP8_MAX[E4M3] / self.peak), 4) + 0.0  # avoids minus zero
+        return round(math.log2(FP8_MAX[E4M3] / peak), 4) + 0.0  # avoids minus zero
 
 
-def sqnr(signal: float, noise: float) -> float | None:
+def count_codes(codes: Tensor) -> Tensor:
+    """Returns the numbers of elements, int64 [128], with each code from 0 to 127.
+
+    `bincount` is the fastest on a CPU, but on a GPU it waits for the device to learn the largest code.
+    """
+    if codes.device.type == "cpu":
+        return torch.bincount(codes, minlength=128)
+    return scatter_counts(codes)
+
+
+def scatter_counts(codes: Tensor) -> Tensor:
+    """Does the same as `count_codes` without waiting for the device."""
+    counts = torch.zeros(128, dtype=torch.int64, device=codes.device)
+    return counts.scatter_add_(0, codes.long(), torch.ones((), dtype=torch.int64, device=codes.device).expand_as(codes))
+
+
+def sqnr(signal: FloatSum, noise: FloatSum) -> float | None:
     """Returns 10 log10 of the ratio of two powers, or None if there is no noise or no signal."""
+    signal, noise = float(signal), float(noise)
     return None if noise == 0 or signal == 0 else 10 * math.log10(signal / noise)
 
 
@@ -118,35 +141,35 @@ class TokenTally:
     """Sums over scored tokens, in FP64, from which the quality is computed."""
 
     tokens: int = 0
-    nll: float = 0.0
-    reference_nll: float = 0.0
-    kl: float = 0.0
-    same_top1: int = 0
+    nll: FloatSum = 0.0
+    reference_nll: FloatSum = 0.0
+    kl: FloatSum = 0.0
+    same_top1: IntSum = 0
 
     def add(self, targets: Tensor, logits: Tensor, reference: Tensor | None = None) -> None:
         """Adds targets, int64 [T] without IGNORE_INDEX, and the logits of both models, FP32 [T, vocab]."""
         log_p = log_softmax(logits, dim=-1)
         self.tokens += targets.numel()
-        self.nll += _nll(log_p, targets)
+        self.nll = self.nll + _nll(log_p, targets)
         if reference is not None:
             log_r = log_softmax(reference, dim=-1)
-            self.reference_nll += _nll(log_r, targets)
-            self.kl += float((log_r.exp() * (log_r - log_p)).sum(dtype=torch.float64))
-            self.same_top1 += int((logits.argmax(-1) == reference.argmax(-1)).sum())
+            self.reference_nll = self.reference_nll + _nll(log_r, targets)
+            self.kl = self.kl + (log_r.exp() * (log_r - log_p)).sum(dtype=torch.float64)
+            self.same_top1 = self.same_top1 + (logits.argmax(-1) == reference.argmax(-1)).sum()
 
     def quality(self, compared: bool) -> Quality:
         if self.tokens == 0:
             raise DataError("The held-out samples have no token to score; give longer texts or completions.")
-        perplexity = _perplexity(self.nll, self.tokens, "FP8 model" if compared else "model")
+        perplexity = _perplexity(float(self.nll), self.tokens, "FP8 model" if compared else "model")
         if not compared:
             return Quality(self.tokens, perplexity)
-        reference = _perplexity(self.reference_nll, self.tokens, "reference model")
-        kl = max(0.0, self.kl / self.tokens)
-        return Quality(self.tokens, perplexity, reference, kl, self.same_top1 / self.tokens)
+        reference = _perplexity(float(self.reference_nll), self.tokens, "reference model")
+        kl = max(0.0, float(self.kl) / self.tokens)
+        return Quality(self.tokens, perplexity, reference, kl, int(self.same_top1) / self.tokens)
 
 
-def _nll(log_p: Tensor, targets: Tensor) -> float:
-    return float(-log_p.gather(1, targets[:, None]).sum(dtype=torch.float64))
+def _nll(log_p: Tensor, targets: Tensor) -> Tensor:
+    return -log_p.gather(1, targets[:, None]).sum(dtype=torch.float64)
 
 
 def _perplexity(nll: float, tokens: int, model: str) -> float:
@@ -171,27 +194,27 @@ class LayerTally:
     """Statistics of one linear: signal and noise power of its output, saturation and underflow of its input, and the
     casts of its input and its weight."""
 
-    signal: float = 0.0
-    noise: float = 0.0
-    saturated: int = 0
-    rounded_to_top: int = 0
-    underflowed: int = 0
+    signal: FloatSum = 0.0
+    noise: FloatSum = 0.0
+    saturated: IntSum = 0
+    rounded_to_top: IntSum = 0
+    underflowed: IntSum = 0
     elements: int = 0
     input: GridTally = field(default_factory=GridTally)
     weight: GridTally = field(default_factory=GridTally)
 
     def add_output(self, exact: Tensor, quantized: Tensor) -> None:
         signal = exact.double()
-        self.signal += float(signal.square().sum())
-        self.noise += float((signal - quantized.double()).square().sum())
+        self.signal = self.signal + signal.square().sum()
+        self.noise = self.noise + (signal - quantized.double()).square().sum()
 
     def add_input(self, x: Tensor, q: Tensor, scale_inv: Tensor) -> None:
         """Adds an input x [M, K] and its cast q [M, K] with scale_inv of any granularity."""
         counts = tally(x, q, expand(scale_inv, *q.shape))
         self.elements += x.numel()
-        self.saturated += int(counts.saturated)
-        self.rounded_to_top += int(counts.rounded_to_top)
-        self.underflowed += int(counts.underflowed)
+        self.saturated = self.saturated + counts.saturated
+        self.rounded_to_top = self.rounded_to_top + counts.rounded_to_top
+        self.underflowed = self.underflowed + counts.underflowed
         self.input.add(x, q, scale_inv)
 
     def add_weight(self, weight: Tensor, linear: FrozenLinear) -> None:
@@ -204,7 +227,22 @@ class LayerTally:
         return sqnr(self.signal, self.noise)
 
     def report(self, name: str, kl: float | None = None) -> LayerReport:
-        elements = max(self.elements, 1)
-        fractions = (self.saturated / elements, self.rounded_to_top / elements, self.underflowed / elements)
+        counts = self.saturated, self.rounded_to_top, self.underflowed
+        saturated, rounded_to_top, underflowed = (int(count) / max(self.elements, 1) for count in counts)
         channel = outlier(self.input.channels, self.weight.channels)
-        return LayerReport(name, self.sqnr_db, *fractions, kl, self.input.report(), self.weight.report(), channel)
+        casts = self.input.report(), self.weight.report()
+        return LayerReport(name, self.sqnr_db, saturated, rounded_to_top, underflowed, kl, *casts, channel)
+
+
+def read_tallies(tallies: Iterable[LayerTally]) -> None:
+    """Moves all statistics to the CPU in one transfer, before they are reported."""
+    parts = [part for tally in tallies for part in (tally, tally.input, tally.weight)]
+    entries = [(vars(part), name) for part in parts for name, value in vars(part).items() if isinstance(value, Tensor)]
+    if not entries:
+        return
+    tensors: list[Tensor] = [fields[name] for fields, name in entries]
+    # FP64 holds FP32 numbers and all counts below 2^53 exactly.
+    values = torch.cat([tensor.flatten().double() for tensor in tensors]).cpu()
+    slices = torch.split(values, [tensor.numel() for tensor in tensors])
+    for (fields, name), tensor, part in zip(entries, tensors, slices, strict=True):
+        fields[name] = part.to(tensor.dtype).view(tensor.shape)

@@ -2,9 +2,10 @@
 
 The converted linears record amaxes in their `ScalingState`s, as in training, while
 `autocast(enabled=False, calibrating=True)` keeps the computation in high precision. The observer reads the states after
-every batch, because a history holds only the newest N-1 batches. The running maximum covers all batches. With
-`amax_compute_algo="max"` the scale comes from the running maximum, so the order of the batches does not matter. With
-"most_recent" it comes from the last batch.
+every batch, because a history holds only the newest N-1 batches. The values stay on the device until `read_records`
+copies those of all batches at once, because each copy would wait for the device. The running maximum covers all
+batches. With `amax_compute_algo="max"` the scale comes from the running maximum, so the order of the batches does not
+matter. With "most_recent" it comes from the last batch.
 
 With gradients a batch is a forward and a backward pass. Without gradients the decoder runs layer by layer (passes.py),
 with the same bits.
@@ -123,6 +124,7 @@ class Observer:
         # `states()` creates all states now: created during a pass, between large temporaries, they would fragment the
         # heap by gigabytes.
         self.records = {name: TensorRecord() for name in self.states()}
+        self._unread: list[tuple[tuple[str, ...], Tensor]] = []  # (names, rows of `_rows`) of batches, oldest first
         self.tokens = Counts()  # tokens of every expert
 
     def record_kv(self, layer: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,7 +140,7 @@ class Observer:
         return {f"{name}.{role}": states[role] for name, states in by_linear.items() for role in self.roles} | self.kv
 
     def for_layer(self, decoder: Model, index: int) -> "Observer":
-        """Returns an observer of the tensors of one layer, which shares the states and records of this one."""
+        """Returns an observer of the tensors of one layer. It shares this one's states, records and unread batches."""
         observer = copy(self)
         observer.linears = entries_of_layer(decoder, index, self.linears)
         observer.kv = entries_of_layer(decoder, index, self.kv)
@@ -162,20 +164,28 @@ class Observer:
             for name, state in states.items():
                 state.stage(torch.tensor(amaxes[name], device=state.scale.device))
             update(entries, self.recipe)
-            self._read_states(states)
+            self._store_states(states)
+        self.read_records()
 
     @torch.no_grad()
     def end_batch(self) -> None:
-        """Reads the amaxes of a batch; call it after the backward pass. Needs one device transfer."""
+        """Stores the amaxes of a batch; call it after the backward pass. `read_records` adds them to the records."""
         if self.kv:
             update([Entry(state, fp8_max(self.recipe, "k")) for state in self.kv.values()], self.recipe)
-        self._read_states(self.states())
+        self._store_states(self.states())
 
-    def _read_states(self, states: Mapping[str, ScalingState]) -> None:
-        if not states:  # the layer stays in high precision
+    def _store_states(self, states: Mapping[str, ScalingState]) -> None:
+        if states:  # or else the layer stays in high precision
+            self._unread.append((tuple(states), _rows(list(states.values()))))
+
+    def read_records(self) -> None:
+        """Adds the amaxes of all batches since the last call to `records`, in one transfer from the device."""
+        if not self._unread:
             return
-        rows = torch.stack([_row(state) for state in states.values()]).tolist()
-        for name, (latest_amax, steps, nonfinite) in zip(states, rows, strict=True):
+        names = [name for batch, _ in self._unread for name in batch]
+        rows = torch.cat([rows for _, rows in self._unread]).tolist()
+        self._unread.clear()
+        for name, (latest_amax, steps, nonfinite) in zip(names, rows, strict=True):
             _add_to_record(self.records[name], latest_amax, int(steps), int(nonfinite))
 
 
@@ -190,9 +200,14 @@ def _reset(state: ScalingState) -> None:
         getattr(state, name).copy_(getattr(fresh, name))
 
 
-def _row(state: ScalingState) -> Tensor:
-    """Returns [newest amax, recorded steps, nonfinite steps] as FP64 [3]."""
-    return torch.stack([x.double() for x in (state.amax_history[-1], state.steps, state.nonfinite)])
+def _rows(states: Sequence[ScalingState]) -> Tensor:
+    """Returns for each state [newest amax, recorded steps, nonfinite steps] as FP64 [states, 3]."""
+    columns = (
+        [s.amax_history[-1] for s in states],
+        [s.steps for s in states],
+        [s.nonfinite for s in states],
+    )
+    return torch.stack([torch.stack(column).double() for column in columns], dim=1)
 
 
 def _add_to_record(record: TensorRecord, latest_amax: float, steps: int, nonfinite: int) -> None:
@@ -213,8 +228,8 @@ def final_states(observer: Observer, chosen_amaxes: Mapping[str, float] | None =
     states, recipe, chosen_amaxes = observer.states(), observer.target, chosen_amaxes or {}
     uses_maximum = recipe.amax_compute_algo == "max"
     amaxes = {name: record.amax for name, record in observer.records.items() if uses_maximum} | dict(chosen_amaxes)
-    for name, largest in amaxes.items():
-        states[name].scale.copy_(scale_of(largest, name, recipe).to(states[name].scale.device))
+    for name, scale in scales_of(amaxes, recipe, next(iter(states.values())).scale.device).items():
+        states[name].scale.copy_(scale)
     for name, largest in chosen_amaxes.items():
         states[name].amax_history.clamp_(max=largest)
     for state in states.values():
@@ -222,12 +237,17 @@ def final_states(observer: Observer, chosen_amaxes: Mapping[str, float] | None =
     return states
 
 
-def scale_of(largest: float, name: str, recipe: DelayedScaling) -> Tensor:
-    """Returns the scale, FP32 [], that delayed scaling computes for the tensor `name` from the amax `largest`."""
-    state = ScalingState.create(2, torch.device("cpu"))
-    state.stage(torch.tensor(largest, dtype=torch.float32))
-    update([Entry(state, fp8_max(recipe, name.rpartition(".")[2]))], replace(recipe, interval=1))
-    return state.scale
+def scales_of(amaxes: Mapping[str, float], recipe: DelayedScaling, device: torch.device) -> dict[str, Tensor]:
+    """Returns the scales, FP32 [], that delayed scaling computes for tensors from their amaxes, by name."""
+    if not amaxes:
+        return {}
+    scales, counts = torch.ones(len(amaxes)), torch.zeros(2, len(amaxes), dtype=torch.int64)
+    histories = torch.zeros(len(amaxes), 2)
+    histories[:, 0] = torch.tensor(list(amaxes.values()), dtype=torch.float32)  # staged
+    states = map(ScalingState, scales.unbind(), histories.unbind(), *(column.unbind() for column in counts))
+    maxima = (fp8_max(recipe, name.rpartition(".")[2]) for name in amaxes)
+    update([Entry(*entry) for entry in zip(states, maxima, strict=True)], replace(recipe, interval=1))
+    return dict(zip(amaxes, scales.to(device).unbind(), strict=True))
 
 
 def check_records(records: Mapping[str, TensorRecord], needed: Collection[str], batches: int) -> None:
@@ -306,6 +326,7 @@ def observe_texts(
         with autocast(enabled=False, calibrating=True, recipe=observer.recipe), torch.enable_grad():
             hidden_states(model, batch.ids, batch.lengths)
         observer.end_batch()
+    observer.read_records()
     check_records(observer.records, () if as_delayed(recipe) is None else observer.records, len(batches))
     return observer
 
@@ -319,6 +340,7 @@ def _layer_by_layer(decoder: Model, batches: Sequence[Batch], observer: Observer
             with autocast(enabled=False, calibrating=True, recipe=observer.recipe):
                 layerwise_pass.advance(index)
             layer_observer.end_batch()
+    observer.read_records()
     for layerwise_pass in passes:
         _check_finite(decoder, decoder.apply_final_norm(layerwise_pass.hidden), observer, layerwise_pass.batch)
 
@@ -331,6 +353,7 @@ def _forward_and_backward(decoder: Model, batches: Sequence[Batch], observer: Ob
             _check_finite(decoder, hidden, observer, batch)
             backward(decoder, hidden, batch.targets)
             observer.end_batch()
+    observer.read_records()
 
 
 def _check_finite(decoder: Model, hidden: Tensor, observer: Observer, batch: Batch) -> None:

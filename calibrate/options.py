@@ -16,6 +16,8 @@ from fp8serve.options import AUTO, DEVICE_HELP, About, check, known_fields
 
 SHIPPED = "passages that ship with fp8serve"
 HEAL_RATE = 3e-5
+CPU_BATCH, GPU_BATCH = 4, 32
+"""Sequences in a batch by default. On a GPU the time of a small batch is that of its launches, whatever its size."""
 Files = tuple[str, ...]
 Patterns = tuple[str, ...]
 Rounding = Literal["nearest", "gptq"]
@@ -29,7 +31,9 @@ class SampleOptions:
     data: Annotated[Files | None, About(f"{DATA} '-': standard input.", unset=SHIPPED, metavar="PATH")] = None
     samples: Annotated[int, Ge(1), About("Sequences to read.")] = 128
     seq_len: Annotated[int, Ge(2), About("Longest sequence, in tokens.")] = 512
-    batch_size: Annotated[int, Ge(1), About("Sequences in a batch.")] = 4
+    batch_size: Annotated[
+        int | None, Ge(1), About("Sequences in a batch.", unset=f"{CPU_BATCH}; on a GPU {GPU_BATCH}")
+    ] = None
     seed: Annotated[int, About("Seed for selecting samples.")] = 0
     device: Annotated[str, Len(1), About(DEVICE_HELP)] = AUTO
 
@@ -44,6 +48,11 @@ class SampleOptions:
 
         is_distributed = processes > 1 and self.device == AUTO
         return replace(self, device="cpu" if is_distributed else resolve_device(self.device, model_dir))
+
+    @property
+    def sequences_per_batch(self) -> int:
+        """The option `batch_size`, or the default of the device."""
+        return self.batch_size or (CPU_BATCH if self.device.startswith("cpu") else GPU_BATCH)
 
     @property
     def reads_stdin(self) -> bool:

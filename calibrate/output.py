@@ -214,9 +214,17 @@ def _data_report(options: CalibrationOptions, batches: Batches) -> DataReport:
 
 
 def stored_states(states: Mapping[str, ScalingState], recipe: Recipe) -> dict[str, ScalingState]:
-    """Returns the states with scales that are written: those of the KV cache, and of the tensors with stored scales."""
+    """Returns the states with scales that are written: those of the KV cache, and of the tensors with stored scales.
+
+    Their scales and histories are copied to the CPU, in one transfer from the device.
+    """
     roles = tuple(f".{role}" for role, spec in recipe.specs.linear.items() if spec.source == "delayed")
-    return {n: s for n, s in states.items() if n.endswith((*roles, ".k", ".v"))}
+    stored = {n: s for n, s in states.items() if n.endswith((*roles, ".k", ".v"))}
+    if not stored:
+        return {}
+    columns = [column for state in stored.values() for column in (state.scale.view(1), state.amax_history)]
+    values = iter(torch.split(torch.cat(columns).cpu(), [len(column) for column in columns]))
+    return {n: ScalingState(next(values)[0], next(values), s.nonfinite, s.steps) for n, s in stored.items()}
 
 
 def _checkpoint(job: Job, stored: Mapping[str, ScalingState]) -> ScalingCheckpoint:
@@ -237,7 +245,7 @@ def _checkpoint(job: Job, stored: Mapping[str, ScalingState]) -> ScalingCheckpoi
 def _tensor_scale(name: str, state: ScalingState) -> TensorScale:
     """Returns the scale, with its amax history unless it belongs to the KV cache or recorded no amax."""
     has_history = not name.endswith((".k", ".v")) and bool(state.amax_history.any())
-    return TensorScale(state.scale.cpu(), state.amax_history.cpu() if has_history else None)
+    return TensorScale(state.scale, state.amax_history if has_history else None)
 
 
 def _tensor_reports(observer: Observer, stored: Mapping[str, ScalingState]) -> tuple[TensorReport, ...]:

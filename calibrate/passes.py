@@ -23,7 +23,7 @@ from fp8serve.calibration.progress import Stages
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.linear import Linear
-from fp8serve.fp8.ops import dequantize, quantize
+from fp8serve.fp8.ops.arithmetic import dequantize
 from fp8serve.fp8.served_attention import served_attention
 from fp8serve.model.building import AnyModel, Model
 from fp8serve.model.network.decoder import make_attend
@@ -69,7 +69,13 @@ def backward(decoder: Model, hidden: Tensor, targets: Tensor) -> None:
         loss = cross_entropy(decoder.logits(leaf[rows]), targets[rows], reduction="sum") / len(scored)
         loss.backward()  # type: ignore[no-untyped-call]
     if leaf.grad is not None:
-        hidden.backward(leaf.grad)  # type: ignore[no-untyped-call]
+        backpropagate(hidden, leaf.grad)
+
+
+def backpropagate(hidden: Tensor, gradient: Tensor) -> None:
+    """Does the same as `hidden.backward(gradient)`, which would import sympy, most of a second, to compare shapes."""
+    with torch.enable_grad():
+        (hidden * gradient).sum().backward()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -165,7 +171,8 @@ def fp8_cache(scales: Mapping[str, Tensor]) -> KVHook:
     """
 
     def round_trip(x: Tensor, scale: Tensor) -> Tensor:
-        return dequantize(*quantize(x, scale=scale)).to(x.dtype)
+        q, _ = torch.ops.fp8serve.quantize(x, scale, torch.float8_e4m3fn)
+        return dequantize(q, scale.reciprocal()).to(x.dtype)
 
     return lambda name, k, v: (round_trip(k, scales[f"{name}.k"]), round_trip(v, scales[f"{name}.v"]))
 

@@ -229,7 +229,7 @@ def pooling_of(source: Path, config: AnyConfig) -> Pooling:
 def _batches(options: CalibrationOptions, source: Path, config: AnyConfig) -> Batches:
     return calibration_batches(
         options.data, Tokenizer.from_dir(source), config.vocab_size, samples=options.samples, seq_len=options.seq_len,
-        batch_size=options.batch_size, seed=options.seed, device=options.device, holdout=options.holdout,
+        batch_size=options.sequences_per_batch, seed=options.seed, device=options.device, holdout=options.holdout,
     )  # fmt: skip
 
 

@@ -22,7 +22,9 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 from fp8serve import errors
@@ -72,6 +74,35 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+class Phases:
+    """The seconds of consecutive phases, by name, since this object was created."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def end(self, name: str) -> None:
+        """Ends the running phase, which gets this name, and begins the next. A name that occurs again is added up."""
+        now = time.monotonic()
+        self.seconds[name] = round(self.seconds.get(name, 0.0) + now - self._last, 3)
+        self._last = now
+
+
+def phases_text(seconds: Mapping[str, float]) -> str:
+    """Returns phases and their seconds for a log line, such as "imports 2.3, weights 1.1"."""
+    return ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
+
+
+def process_seconds() -> float:
+    """Returns the seconds since the system started this process, 0 if it does not report them."""
+    try:
+        fields = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        start = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # the 22nd field; the first two end with the parenthesis
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - start)
+    except (OSError, ValueError, IndexError, AttributeError):
+        return 0.0
 
 
 def end_process(status: int) -> NoReturn:

@@ -15,7 +15,7 @@ import pytest
 from fp8serve.errors import ModelError
 from fp8serve.model.config import decoder
 from fp8serve.model.config.decoder import describe_in_child_process
-from fp8serve.processes import describe_exit, module_command, module_path
+from fp8serve.processes import Phases, describe_exit, module_command, module_path, phases_text, process_seconds
 from fp8serve.train.methods.grpo.grading import FileGrader, RewardInput
 from tests.patience import PATIENCE
 from tests.test_imports import sources, tree
@@ -147,3 +147,19 @@ def test_a_class_that_is_not_built_in_time_is_refused_with_the_reason(monkeypatc
     monkeypatch.setattr(decoder, "_TRIAL_TIMEOUT_SECONDS", 1e-3)
     with pytest.raises(ModelError, match=r"not built within 0\.001 seconds"):
         describe_in_child_process({"model_type": "never"}, {}, "config.json")
+
+
+def test_phases_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 12.0, 12.25, 15.0])
+    monkeypatch.setattr("fp8serve.processes.time.monotonic", lambda: next(clock))
+    phases = Phases()
+    for name in ("read", "check", "read"):
+        phases.end(name)
+    assert phases.seconds == {"read": 4.75, "check": 0.25}
+    assert phases_text(phases.seconds) == "read 4.8, check 0.2"
+
+
+def test_the_age_of_a_process_is_what_the_system_says() -> None:
+    code = "from fp8serve.processes import process_seconds; print(process_seconds())"
+    age = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    assert 0 < age < process_seconds()

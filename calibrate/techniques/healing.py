@@ -22,8 +22,8 @@ from torch.nn.functional import log_softmax
 from fp8serve.calibration.compare import freeze_function
 from fp8serve.calibration.data import IGNORE_INDEX, Batch
 from fp8serve.calibration.measure import LOGITS_PER_SLICE
-from fp8serve.calibration.observe import Observer, scale_of
-from fp8serve.calibration.passes import Linears, forward
+from fp8serve.calibration.observe import Observer, scales_of
+from fp8serve.calibration.passes import Linears, backpropagate, forward
 from fp8serve.calibration.progress import Stages
 from fp8serve.errors import ModelError
 from fp8serve.fp8.autocast import autocast
@@ -83,8 +83,10 @@ def heal(
                 group["lr"] = schedule.rate(step)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        for name, state in observer.kv.items():
-            state.scale.copy_(scale_of(observer.records[name].amax, name, observer.target))
+        observer.read_records()
+        kv_amaxes = {name: observer.records[name].amax for name in observer.kv}
+        for name, scale in scales_of(kv_amaxes, observer.target, hidden.device).items():
+            observer.kv[name].scale.copy_(scale)
         for state in (states := observer.states()).values():
             state.resize(observer.target.amax_history_len)
         freeze = freeze_function(recipe, states)
@@ -133,5 +135,5 @@ def _backpropagate_kl(decoder: Model, hidden: Tensor, reference: Model, batch: B
         loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
     if leaf.grad is not None:
-        hidden.backward(leaf.grad)  # type: ignore[no-untyped-call]
+        backpropagate(hidden, leaf.grad)
     return total

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8serve.calibration.data import Batch, first_sequences
-from fp8serve.calibration.observe import scale_of
+from fp8serve.calibration.observe import scales_of
 from fp8serve.calibration.passes import (
     LayerwisePass,
     Linears,
@@ -236,8 +236,8 @@ class LayerTrial:
         linear, settings = self.linears[name], as_delayed(self.recipe)
         if settings is None:
             return FrozenLinear.from_linear(linear, self.recipe)
-        input_scale = scale_of(amax, f"{name}.input", settings)
-        weight_scale = scale_of(float(linear.weight.abs().max()), f"{name}.weight", settings)
+        amaxes = {f"{name}.input": amax, f"{name}.weight": float(linear.weight.abs().max())}
+        input_scale, weight_scale = scales_of(amaxes, settings, torch.device("cpu")).values()
         return FrozenLinear.from_linear(linear, self.recipe, input_scale, weight_scale)
 
 

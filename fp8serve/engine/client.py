@@ -150,6 +150,18 @@ class EngineClient:
         self.info["weights_version"] = version
         return version
 
+    async def stage_weights(self, directory: Path) -> None:
+        """Calls `Engine.stage_weights` between two steps."""
+        await self._call("stage_weights", directory=str(directory))
+
+    async def swap_weights(self) -> None:
+        """Calls `Engine.swap_weights` between two steps, and updates `info`."""
+        self.info |= await self._call("swap_weights")
+
+    async def discard_staged_weights(self) -> None:
+        """Calls `Engine.discard_staged_weights` between two steps."""
+        await self._call("discard_staged_weights")
+
     async def load_adapter(self, name: str, directory: Path) -> dict[str, Any]:
         """Calls `Engine.load_adapter` between two steps."""
         return dict(await self._call("load_adapter", name=name, directory=str(directory)))

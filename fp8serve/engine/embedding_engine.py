@@ -25,6 +25,7 @@ from fp8serve.engine.text_encoder import TextEncoder
 from fp8serve.errors import RequestError
 from fp8serve.fp8 import ops
 from fp8serve.model.network.pooling import to_scores
+from fp8serve.processes import Phases
 
 Ids = Sequence[int]
 
@@ -112,6 +113,8 @@ class EncoderEngine:
         self._queue, self._finished_calls = EncodingQueue(), list[EncodingCall]()
         self._totals: Counter[str] = Counter()
         self._load_seconds = time.monotonic() - start_time
+        self.phases = Phases()
+        self.phases.seconds["load"] = round(self._load_seconds, 3)
 
     def embed(self, call: EncodingCall) -> None:
         """Queues the texts of `call`. The results are vectors: little-endian FP32, as base64. Raises the errors of

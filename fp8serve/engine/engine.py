@@ -41,6 +41,7 @@ from fp8serve.model.building import Model
 from fp8serve.model.formats.scales import save_scales
 from fp8serve.model.text.tokenizer import missing_tokenizer_message
 from fp8serve.options import known_fields
+from fp8serve.processes import Phases
 
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """The bounds of the histogram of tokens per step in `Engine.stats`."""
@@ -62,7 +63,8 @@ class Engine:
             options: the fields of EngineOptions. `recipe` may also be a Recipe, and `scales` a Path.
         """
         start_time = time.monotonic()
-        self.loaded = loading.load(Path(model_dir), EngineOptions.of(options), model)
+        self.phases = Phases()
+        self.loaded = loading.load(Path(model_dir), EngineOptions.of(options), model, self.phases)
         self.options = self.loaded.options
         self.tokenizer = self.loaded.tokenizer
         self.eos_ids = self.loaded.config.eos_token_ids
@@ -82,6 +84,7 @@ class Engine:
         self._ids = count()
         self._step_seconds = 0.0  # duration of the last step
         self.weights_version = 0  # how often the weights were replaced
+        self._staged: loading.StagedWeights | None = None
         self._load_seconds = time.monotonic() - start_time
 
     def add_request(self, request: Request, arrived: float | None = None) -> None:
@@ -189,11 +192,56 @@ class Engine:
         self.weights_version += 1
         return self.weights_version
 
-    def _check_replaceable(self) -> None:
+    def stage_weights(self, directory: str | Path) -> None:
+        """Reads the weights of another directory of the same model, and checks all of them, for `swap_weights`.
+
+        Requests may be running. Raises RequestError if weights cannot be exchanged with this engine's options, and
+        ModelError, ScalesError or MachineError if these weights cannot.
+        """
+        self._check_exchangeable()
+        self._staged = None  # frees the memory of weights that were staged before
+        self._staged = loading.stage_weights(Path(directory), self.loaded, self.weights_version + 1)
+
+    def swap_weights(self) -> dict[str, Any]:
+        """Exchanges the served weights and the staged ones, in place, and returns `info`.
+
+        The replaced weights are staged then, so a second call undoes the first. Other tensors stay where they are, so
+        CUDA graphs remain valid. The prefix cache becomes empty. After an error, nothing has changed. Raises
+        RequestError if no weights are staged or requests are running.
+        """
+        self._check_no_requests()
+        self._check_exchangeable()
+        if self._staged is None:
+            raise RequestError("No weights are staged; call stage_weights first.")
+        staged, self._staged = self._staged, None
+        self.loaded, self._staged = loading.exchange_staged(self.loaded, staged, self.weights_version)
+        self.weights_version = staged.version
+        self.scheduler.pool.reset_prefix_cache()
+        return self.info()
+
+    def discard_staged_weights(self) -> None:
+        """Frees the memory of the staged weights."""
+        self._staged = None
+
+    def _check_exchangeable(self) -> None:
+        """Raises RequestError if the weights belong to something else that this engine keeps."""
+        if self.adapters.by_name:
+            raise RequestError("Adapters are loaded, which belong to the served weights.")
+        if self.options.roll_history:
+            raise RequestError("The scales of inputs follow the traffic (roll_history).")
+        if self.loaded.prefixes is not None:
+            raise RequestError("The saved prefix cache belongs to the served weights (cache_dir).")
+        if self.options.scales is not None:
+            raise RequestError("The scales are those of another file (scales).")
+
+    def _check_no_requests(self) -> None:
         if self._live:
             raise RequestError(
                 f"{len(self._live)} requests are running; weights can only be replaced while no request runs."
             )
+
+    def _check_replaceable(self) -> None:
+        self._check_no_requests()
         if self.adapters.by_name:
             name = next(iter(self.adapters.by_name))
             raise RequestError(f"The adapter {name!r} is loaded; unload it before the weights are replaced.")

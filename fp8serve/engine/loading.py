@@ -26,6 +26,7 @@ from fp8serve.engine.saved_prefixes import SavedPrefixes, open_prefixes
 from fp8serve.engine.scale_monitor import Calibration, ScaleMonitor, describe_input_scale
 from fp8serve.engine.step import GraphReport
 from fp8serve.engine.task import check_generates
+from fp8serve.engine.weights import check_weights, exchange_weights
 from fp8serve.errors import MachineError, ModelError, ScalesError
 from fp8serve.fp8 import ops, recipe
 from fp8serve.fp8.batch_invariant_linear import use_batch_invariant_products
@@ -47,6 +48,7 @@ from fp8serve.model.storage.files import present
 from fp8serve.model.storage.opening import real_path
 from fp8serve.model.stored_checkpoint import matrices_note
 from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.processes import Phases
 
 log = logging.getLogger("fp8serve.engine")
 FP8_CACHE_DIFFERS = (
@@ -136,10 +138,16 @@ class Loaded:
         return rows | expert_row_counts(self.runner.model)
 
 
-def load(model_dir: Path, options: EngineOptions, network: Model | None = None) -> Loaded:
-    """Loads a model directory. If `network` is given, its weights are used. Raises the errors of `Engine`."""
+def load(model_dir: Path, options: EngineOptions, network: Model | None = None, phases: Phases | None = None) -> Loaded:
+    """Loads a model directory. If `network` is given, its weights are used. Raises the errors of `Engine`.
+
+    `phases` measures opening the device (with the kernels' self-check), reading the weights, allocating the KV cache,
+    capturing graphs, and the rest.
+    """
+    phases = phases or Phases()
     options = open_device(model_dir, options)
     device = torch.device(options.device)
+    phases.end("device")
     config = read_config(model_dir)
     check_generates(model_dir, options.task)
     if device.type == "cuda" and config.head_dim > MAX_GPU_HEAD_DIM:
@@ -159,6 +167,7 @@ def load(model_dir: Path, options: EngineOptions, network: Model | None = None) 
         model_dir, parse_recipe(options.recipe), _path(options.scales), options.device, head=options.head_dtype
     )
     loaded_draft = None if draft_dir is None else load_draft(draft_dir, model, options)
+    phases.end("weights")
     frozen = _frozen(model)
     scales_follow_batch = any(layer.input_spec.depends_on_batch for layer in frozen.values())
     separate_rows(model, options.device)
@@ -179,7 +188,9 @@ def load(model_dir: Path, options: EngineOptions, network: Model | None = None) 
         )
     model.set_max_length(sizes.max_model_len)
     runner = Runner(model, sizes.num_blocks, options.block_size, cache_dtype, cache_scales, options.max_lora_rank)
+    phases.end("cache")
     graphs = _capture_graphs(runner, frozen, options, sizes)
+    phases.end("graphs")
     draft = None if loaded_draft is None else _prepare_draft(loaded_draft, sizes, options)
     tokenizer = Tokenizer.from_dir(model_dir) if present(model_dir / "tokenizer.json") else None
     checkpoint = open_checkpoint(model_dir)
@@ -192,7 +203,7 @@ def load(model_dir: Path, options: EngineOptions, network: Model | None = None) 
     differences += [FP8_CACHE_DIFFERS] if cache_scales is not None else []
     differences += [ROLLED_SCALES_DIFFER] if options.roll_history else []
     differences += [FP8_HEAD_DIFFERS] if options.head_dtype != "bf16" else []
-    return Loaded(
+    loaded = Loaded(
         model_dir=model_dir,
         options=options,
         config=config,
@@ -209,6 +220,8 @@ def load(model_dir: Path, options: EngineOptions, network: Model | None = None) 
         draft=draft,
         differences=differences,
     )
+    phases.end("tokenizer and grammars")
+    return loaded
 
 
 def open_device(model_dir: Path, options: EngineOptions) -> EngineOptions:
@@ -252,20 +265,62 @@ def check_device(name: str) -> torch.device:
     return device
 
 
-def read_weights(model_dir: Path, loaded: Loaded) -> dict[str, Tensor]:
-    """Returns the tensors of another directory of the same model, read with the recipe of `loaded`. Raises ModelError
-    if the directory holds another model."""
+def read_weights(model_dir: Path, loaded: Loaded, device: str | None = None) -> dict[str, Tensor]:
+    """Returns the tensors of another directory of the same model, read with the recipe of `loaded` to `device`, by
+    default the device of the engine. Raises ModelError if the directory holds another model."""
     options = loaded.options
     if _architecture(read_config(model_dir)) != _architecture(loaded.config):
         raise ModelError(
             f"{model_dir} has another configuration than {loaded.model_dir}; load weights of the same model."
         )
-    model = load_servable(model_dir, parse_recipe(options.recipe), None, options.device, head=options.head_dtype)
+    recipe, device = parse_recipe(options.recipe), device or options.device
+    model = load_servable(model_dir, recipe, None, device, head=options.head_dtype)
     for name, layer in _frozen(model).items():
         layer.make_rows_independent()
         if name not in loaded.frozen or layer.input_spec != loaded.frozen[name].input_spec:
             raise ModelError(f"{model_dir} quantizes the input of {name} differently from {loaded.model_dir}.")
     return model.state_dict()
+
+
+@dataclass
+class StagedWeights:
+    """Weights that can be exchanged for those of the running engine: new ones, or after an exchange the old ones."""
+
+    model_dir: Path
+    version: int
+    tensors: dict[str, Tensor]
+    cache_scales: list[KvScale] | None
+
+
+def stage_weights(model_dir: Path, loaded: Loaded, version: int) -> StagedWeights:
+    """Reads and checks all weights of `model_dir`, so that exchanging them cannot fail for their content.
+
+    If a GPU has no room for them beside the served weights, weights that need no cast are staged in main memory. Raises
+    ModelError or ScalesError if they do not suit the engine, and MachineError if there is no memory for them.
+    """
+    options = loaded.options
+    if read_config(model_dir).eos_token_ids != loaded.config.eos_token_ids:
+        raise ModelError(f"{model_dir} ends its answers with other tokens than {loaded.model_dir}.")
+    if present(model_dir / "tokenizer.json") != (loaded.tokenizer is not None):
+        raise ModelError(f"{model_dir} and {loaded.model_dir} differ in whether they have a tokenizer.")
+    cache_scales = _cache_scales(model_dir, options) if options.kv_cache_dtype == "fp8" else None
+    try:
+        tensors = read_weights(model_dir, loaded)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        if options.recipe != "stored" or options.head_dtype != "bf16":
+            raise MachineError(f"There is no memory for {model_dir} beside the served weights.") from None
+        tensors = read_weights(model_dir, loaded, "cpu")
+    check_weights(loaded.runner.model, tensors)
+    return StagedWeights(model_dir, version, tensors, cache_scales)
+
+
+def exchange_staged(loaded: Loaded, staged: StagedWeights, version: int) -> tuple[Loaded, StagedWeights]:
+    """Serves the staged weights. Returns the engine's new parts, and the replaced weights, with their `version`."""
+    tensors = exchange_weights(loaded.runner.model, staged.tensors)
+    cache_scales = loaded.runner.exchange_cache_scales(staged.cache_scales)
+    replaced = StagedWeights(loaded.model_dir, version, tensors, cache_scales)
+    return replace(loaded.after_replaced_weights(staged.model_dir), model_dir=staged.model_dir), replaced
 
 
 def _architecture(config: ModelConfig) -> ModelConfig:

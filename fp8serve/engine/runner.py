@@ -131,6 +131,17 @@ class Runner:
             scores += [TokenLogprob.ranked(*row, top) for row in zip(*columns, strict=True)]
         return scores
 
+    def exchange_cache_scales(self, scales: list[KvScale] | None) -> list[KvScale] | None:
+        """Writes the scales of other weights over those of an FP8 cache, at the same addresses, and returns the old
+        ones. `scales` is None if the cache has no scales."""
+        if scales is None or self._scales is None:
+            return None
+        previous = [KvScale.of(current.k.clone(), current.v.clone()) for current in self._scales]
+        for current, new in zip(self._scales, scales, strict=True):
+            for name in ("k", "v", "k_inv", "v_inv"):
+                getattr(current, name).copy_(getattr(new, name))
+        return previous
+
     def capture_decoding(
         self, options: EngineOptions, max_model_len: int, capture: Capture | None = None
     ) -> GraphReport:

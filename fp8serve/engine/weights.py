@@ -1,5 +1,6 @@
 """Replaces the weights of a served model in place by weights of the same shapes. All tensors are checked before the
-first is written, so an error leaves the model unchanged.
+first is written, so an error leaves the model unchanged. `exchange_weights` also returns the old weights, so that they
+can serve again.
 
 The new tensors have the names of the served model. An FP8 linear layer `P` has three tensors:
 
@@ -31,6 +32,17 @@ FP8_NAN = 0x7F  # the bits of NaN in E4M3, without the sign
 @torch.no_grad()
 def replace_weights(model: Model, tensors: Mapping[str, Tensor]) -> None:
     """Replaces all weights of `model` by `tensors`. Raises ModelError or ScalesError if they do not suit the model."""
+    check_weights(model, tensors)
+    current, _ = _current_tensors(model)
+    scales = {name for name in current if name.endswith(".input_scale")}
+    _write_input_scales(model, {name.removesuffix(".input_scale"): tensors[name] for name in scales})
+    others = current.keys() - scales
+    model.load_state_dict({name: _expand_scalar(tensors[name], current[name]) for name in others}, strict=False)
+
+
+@torch.no_grad()
+def check_weights(model: Model, tensors: Mapping[str, Tensor]) -> None:
+    """Raises ModelError or ScalesError if `tensors` cannot replace the weights of `model`."""
     current, aliases = _current_tensors(model)
     _check_names(current, aliases, tensors)
     for name, tensor in current.items():
@@ -38,10 +50,38 @@ def replace_weights(model: Model, tensors: Mapping[str, Tensor]) -> None:
     for alias, name in aliases.items():
         if alias in tensors and not _is_same(tensors[alias], tensors[name]):
             raise ModelError(f"{alias} is {name} in this model, and the new weights differ between the two.")
-    scales = {name for name in current if name.endswith(".input_scale")}
-    _write_input_scales(model, {name.removesuffix(".input_scale"): tensors[name] for name in scales})
-    others = current.keys() - scales
-    model.load_state_dict({name: _expand_scalar(tensors[name], current[name]) for name in others}, strict=False)
+
+
+@torch.no_grad()
+def exchange_weights(model: Model, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Writes `tensors`, which passed `check_weights`, into `model` and returns the tensors that they replaced.
+
+    The returned tensors can be passed to this function again. They are on the device of `tensors`, which becomes empty:
+    memory holds two versions of the weights and a third one of a single tensor. If a tensor cannot be written, the
+    model gets its old weights back, and the error is raised.
+    """
+    current, _ = _current_tensors(model)
+    scales = {name: tensor for name, tensor in current.items() if name.endswith(".input_scale")}
+    previous = {name: tensor.clone() for name, tensor in scales.items()}
+    try:
+        _write_input_scales(model, {name.removesuffix(".input_scale"): tensors.pop(name) for name in scales})
+        for name in current.keys() - scales.keys():
+            new = tensors.pop(name)
+            previous[name] = torch.empty_like(current[name], device=new.device).copy_(current[name])
+            _write_tensor(model, name, _expand_scalar(new, current[name]))
+    except BaseException:
+        _write_input_scales(model, {name.removesuffix(".input_scale"): previous[name] for name in scales})
+        for name in previous.keys() - scales.keys():
+            _write_tensor(model, name, previous[name])
+        raise
+    tensors.clear()  # of aliases
+    return previous
+
+
+def _write_tensor(model: Model, name: str, tensor: Tensor) -> None:
+    """Overwrites one parameter or buffer, packed if the model's is."""
+    owner, _, leaf = name.rpartition(".")
+    model.get_submodule(owner).load_state_dict({leaf: tensor}, strict=False)
 
 
 def _expand_scalar(new: Tensor, current: Tensor) -> Tensor:

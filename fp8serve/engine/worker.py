@@ -4,6 +4,7 @@ The process connects to the AF_UNIX socket of its client (`client.py`). Messages
 
     in    generate {request} | abort {request_id} | stats {id} | scales {id} | drain {deadline} | close
           save_scales {id, path} | load_weights {id, directory}
+          stage_weights {id, directory} | swap_weights {id} | discard_staged_weights {id}
           embed {id, inputs, dimensions}
           classify {id, inputs, segments} | forget {id}
     out   heartbeat {step_seconds} | ready {info, limits} | failed {error, message} | outputs {outputs}
@@ -46,7 +47,7 @@ from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.request import Request, Task
 from fp8serve.engine.task import task_of
 from fp8serve.errors import Fp8ServeError, RequestError
-from fp8serve.processes import describe_error, end_process
+from fp8serve.processes import describe_error, end_process, process_seconds
 
 HEARTBEAT_SECONDS = 1.0
 DRAIN_SECONDS = 30.0
@@ -107,6 +108,9 @@ class Worker:
             "scales": lambda message: self._reply(message, self._engine.scales()),
             "save_scales": self._generative(NO_SCALES, lambda e, m: e.save_scales(m["path"])),
             "load_weights": self._generative(NO_WEIGHTS, lambda e, m: e.load_weights(Path(m["directory"]))),
+            "stage_weights": self._generative(NO_WEIGHTS, lambda e, m: e.stage_weights(m["directory"])),
+            "swap_weights": self._generative(NO_WEIGHTS, lambda e, m: e.swap_weights()),
+            "discard_staged_weights": self._generative(NO_WEIGHTS, lambda e, m: e.discard_staged_weights()),
             "load_adapter": self._generative(NO_ADAPTERS, lambda e, m: e.load_adapter(m["name"], m["directory"])),
             "unload_adapter": self._generative(NO_ADAPTERS, lambda e, m: e.unload_adapter(m["name"])),
             "embed": self._encode,
@@ -263,20 +267,27 @@ def _load(connection: Connection, model: Path, options: EngineOptions) -> Engine
     return None
 
 
-def serve(connection: Connection, heartbeat: Heartbeat, model: Path, options: EngineOptions) -> int:
-    """Loads the engine and serves the client. Returns the exit status of the process."""
+def serve(
+    connection: Connection, heartbeat: Heartbeat, model: Path, options: EngineOptions, import_seconds: float
+) -> int:
+    """Loads the engine and serves the client. Returns the exit status of the process.
+
+    The engine's information has the seconds of each phase of the start, in addition to `Engine.info`.
+    """
     engine = _load(connection, model, options)
     if engine is None:
         return 1
     worker = Worker(connection, engine)
     heartbeat.step_seconds = lambda: worker.step_seconds
     signal.signal(signal.SIGTERM, lambda *_: connection.inbox.put({"op": "drain", "deadline": DRAIN_SECONDS}))
-    connection.send("ready", info=engine.info(), limits=asdict(engine.limits))
+    start_seconds = {"imports": round(import_seconds, 3), **engine.phases.seconds}
+    connection.send("ready", info=engine.info() | {"start_seconds": start_seconds}, limits=asdict(engine.limits))
     worker.run()
     return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
+    import_seconds = process_seconds()
     parser = argparse.ArgumentParser(prog="python -m fp8serve.engine.worker", description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--socket", required=True, help="AF_UNIX socket to connect to")
@@ -288,7 +299,7 @@ def main(arguments: list[str] | None = None) -> int:
     connection = Connection(parsed.socket)
     heartbeat = Heartbeat(connection)
     try:
-        return serve(connection, heartbeat, parsed.model, EngineOptions.from_json(parsed.options))
+        return serve(connection, heartbeat, parsed.model, EngineOptions.from_json(parsed.options), import_seconds)
     finally:
         heartbeat.stop()
 

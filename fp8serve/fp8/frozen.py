@@ -75,7 +75,7 @@ def _quantize_weight(linear: nn.Linear, spec: QuantSpec, scale: Tensor | None) -
     """Returns (weight_q, weight_scale_inv)."""
     weight = linear.weight.detach()
     if spec.source == "delayed":
-        scale = _delayed_scale(linear, "weight", scale)
+        scale = _delayed_scale(linear, "weight", scale).to(weight.device)
         return torch.ops.fp8serve.quantize(weight, scale, E4M3)[0], scale.reciprocal()
     op, arguments = current_cast_op(spec)
     return op(weight, *arguments)

@@ -20,6 +20,7 @@ import fp8serve
 from fp8serve.engine.request import Task
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError, MachineError
+from fp8serve.processes import phases_text, process_seconds
 from fp8serve.server.access.keys import KeyFile
 from fp8serve.server.access.limits import TenantLimiter
 from fp8serve.server.data_directory import JOB_DATABASE, DataDirectory
@@ -62,6 +63,7 @@ class ServerState:
         worker: Sequence[str] = TRAINING_COMMAND,
     ) -> None:
         limits = settings.limits
+        self._import_seconds = round(process_seconds(), 3)
         self.settings = settings
         self.keys = KeyFile(settings.api_keys, settings.api_key)
         self._data, self.data_dir = data, data.path
@@ -165,6 +167,9 @@ class ServerState:
             log.info(output_format_message(served))
         names = served.source.model_id, served.weight_version, default.name
         log.info("ready at %s: serving %s (%s) as %s", self.address, *names)
+        phases = {f"engine {name}": value for name, value in served.engine.info.get("start_seconds", {}).items()}
+        total, text = process_seconds(), phases_text({"server imports": self._import_seconds} | phases)
+        log.info("ready in %.1f s: %s", total, text)
         if not self.settings.requires_keys and not is_loopback(self.settings.host):
             log.warning("no API key is set (--allow-unauthenticated): everyone who can reach this server may use it")
         self.runner.start()

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fp8serve.calibration.data import Batch, Sample, make_batches
-from fp8serve.calibration.observe import Observer, check_records, final_states, observe, scale_of
+from fp8serve.calibration.observe import Observer, check_records, final_states, observe, scales_of
 from fp8serve.calibration.passes import attention_names, backward, forward, with_activation_gradients
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.conversion import convert
@@ -201,4 +201,8 @@ def test_an_amax_that_overflowed_is_refused_even_if_the_result_is_finite(decoder
 
 
 def test_a_tiny_amax_gives_the_largest_finite_scale() -> None:
-    assert float(scale_of(1e-38, "x.input", RECIPE)) == torch.finfo(torch.float32).max
+    scales = scales_of({"x.input": 1e-38, "y.weight": 448.0}, RECIPE, torch.device("cpu"))
+    assert {name: float(scale) for name, scale in scales.items()} == {
+        "x.input": torch.finfo(torch.float32).max,
+        "y.weight": 1.0,
+    }

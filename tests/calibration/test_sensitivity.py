@@ -11,11 +11,14 @@ from fp8serve.calibration.measure import TokenTally, add_logits
 from fp8serve.calibration.observe import final_states, observe
 from fp8serve.calibration.passes import forward, forward_hooks
 from fp8serve.calibration.pipeline import load_for_calibration
+from fp8serve.calibration.progress import Stages
 from fp8serve.calibration.result import LayerReport, by_cost
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.model.text.tokenizer import Tokenizer
 
 from .conftest import VOCAB
+
+RECIPE = DelayedScaling(amax_history_len=8)
 
 
 @pytest.fixture(scope="module")
@@ -64,3 +67,25 @@ def test_the_ranking_goes_by_the_share_and_not_by_the_power_of_the_noise() -> No
         LayerReport("exact", None, 0.0),
     ]
     assert [row.name for row in by_cost(rows)] == ["harmful", "loud", "exact"]
+
+
+def test_joined_sequences_have_the_same_shares(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU ranks several sequences in one pass."""
+    decoder, linears = load_for_calibration(model_dir, "cpu")
+    batches = calibration_batches(
+        None, Tokenizer.from_dir(model_dir), VOCAB, samples=64, seq_len=64, batch_size=4, seed=0
+    )
+    freeze = freeze_function(DelayedScaling(), final_states(observe(decoder, linears, batches.calibration, RECIPE)))
+    frozen = {name: freeze(name, linear) for name, linear in linears.items()}
+    passes: list[int] = []
+
+    def shares(limit: int | None) -> dict[str, float]:
+        monkeypatch.setattr("fp8serve.calibration.compare._tokens_per_pass", lambda linears: limit)
+        stages = Stages(lambda stage, done, total: passes.append(total))
+        return kl_shares(decoder, linears, batches.held_out, lambda name, linear, x: frozen[name](x), stages=stages)
+
+    alone = shares(None)
+    assert shares(10**6) == pytest.approx(alone, rel=1e-3)
+    assert (passes[0], passes[-1]) == (sum(len(batch.lengths) for batch in batches.held_out), 1)
+    assert shares(130) == pytest.approx(alone, rel=1e-3)
+    assert 1 < passes[-1] < passes[0]

@@ -189,6 +189,15 @@ class FakeEngine:
         self.info["weights_version"] = len(self.weights)
         return len(self.weights)
 
+    async def stage_weights(self, directory: Path) -> None:
+        raise RequestError("This engine exchanges no weights.")
+
+    async def swap_weights(self) -> None:
+        raise RequestError("No weights are staged.")
+
+    async def discard_staged_weights(self) -> None:
+        pass
+
     async def load_adapter(self, name: str, directory: Path) -> dict[str, Any]:
         if directory.name in self.bad_adapters:
             raise ModelError(f"{directory}: the rank of q_proj is 512.")

@@ -32,7 +32,7 @@ from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.network.experts import Mixture
 from fp8serve.model.network.fusion import IDENTITY, OutputTransform, Projections, add_gated, add_projection, forward_of
 from fp8serve.model.network.latent_attention import LatentAttention
-from fp8serve.model.network.norms import make_head_norm, make_norm
+from fp8serve.model.network.norms import make_embedding, make_head_norm, make_norm
 from fp8serve.model.network.rotary import Attend, Heads, PositionEmbedding, Rotary, Rotation
 
 
@@ -249,7 +249,7 @@ class Backbone(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = make_embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
         self.norm = make_norm(config, config.hidden_size)
         self.rotary = Rotary(config)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fp8serve.fp8 import ops as ops  # registers the op that is called below
 from fp8serve.model.config.encoder import EncoderActivation, EncoderConfig
 from fp8serve.model.network.fusion import Projections
+from fp8serve.model.network.norms import make_embedding
 
 _look_up = torch.ops.fp8serve.look_up.default
 
@@ -26,9 +27,9 @@ class Embeddings(nn.Module):
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
+        self.word_embeddings = make_embedding(config.vocab_size, config.hidden_size)
+        self.position_embeddings = make_embedding(config.max_position_embeddings, config.hidden_size)
+        self.token_type_embeddings = make_embedding(config.type_vocab_size, config.hidden_size)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
         self.first_position = config.first_position
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fp8serve.model.config.encoder import EncoderConfig
 from fp8serve.model.network.encoder import Encoder, gelu
+from fp8serve.model.network.norms import make_embedding
 
 
 class Embeddings(nn.Module):
@@ -20,7 +21,7 @@ class Embeddings(nn.Module):
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.tok_embeddings = make_embedding(config.vocab_size, config.hidden_size)
         self.norm = _norm(config)
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
-"""The norms of decoders, over the last dimension. They round where transformers rounds.
+"""The norms of decoders, over the last dimension, and embeddings. Norms round where transformers rounds.
 
 Serving fuses an `RMSNorm` and the cast after it into one op (fusion.py). The other norms are called as modules.
 """
+
+from typing import cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone uses
@@ -9,6 +11,14 @@ from torch import Tensor, nn
 
 from fp8serve.fp8.elementwise import rms_norm
 from fp8serve.model.config.model_config import ModelConfig
+
+
+def make_embedding(rows: int, width: int) -> nn.Embedding:
+    """Returns a new embedding. On the device "meta" its weight is not initialized, because PyTorch would import its
+    compiler for that, which takes one to two seconds of the start of every process."""
+    if torch.get_default_device().type == "meta":
+        return cast(nn.Embedding, nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False))  # type: ignore[no-untyped-call]
+    return nn.Embedding(rows, width)
 
 
 class RMSNorm(nn.Module):

@@ -41,9 +41,13 @@ class GenerationBody(Protocol):
 # -- from a body to a generation ---------------------------------------------------------------------------------------
 
 
-def resolve_model(body: GenerationBody, state: ServerState) -> ServedWeights:
-    """Returns the model for a request. Raises Fault if the model generates no text or the request exceeds a limit of
-    this server."""
+async def resolve_model(body: GenerationBody, state: ServerState) -> ServedWeights:
+    """Returns the model for a request, after a swap of its weights if one is under way. The caller leases it before it
+    waits for anything.
+
+    Raises Fault if the model generates no text or the request exceeds a limit of this server.
+    """
+    await state.models.wait_for_swap(body.model, ("generate",))
     served = state.served(body.model, "generate")
     try:
         served.engine.limits.check_generates()

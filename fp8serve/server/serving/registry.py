@@ -84,10 +84,19 @@ class Registry:
         if model is not None and (pair := self.get_adapter(model)) is not None:
             base, adapter = pair
             return adapter.served_with(base.resolve())
+        return (self._choose(model, tasks) or self.require(str(model), "model")).resolve()
+
+    async def wait_for_swap(self, model: str | None, tasks: Sequence[Task] = ()) -> None:
+        """Waits while the model that `resolve` would choose exchanges its weights. The choice may be another one
+        afterwards."""
+        while (chosen := self._choose(model, tasks)) is not None and chosen.holds_requests:
+            await chosen.released.wait()
+
+    def _choose(self, model: str | None, tasks: Sequence[Task]) -> ServedModel | None:
         chosen = self._first_with_task(tasks) if model is None else self.get(model)
         if chosen is None and (model in PLACEHOLDERS or self.default.state == "loading"):
             chosen = self._first_with_task(tasks)  # the name may be that of weights that are still loading
-        return (chosen or self.require(str(model), "model")).resolve()
+        return chosen
 
     def _first_with_task(self, tasks: Sequence[Task]) -> ServedModel:
         matches = (m for m in self.models.values() if m.current is not None and m.current.engine.limits.task in tasks)

@@ -2,9 +2,19 @@
 
 `ServedModel.current` is the only place that says which weights are served. It is replaced by one assignment on the
 event loop, so every request sees either the previous weights or the new ones, never a mixture. A request holds a lease
-on the weights it started with, and a replaced engine is closed when its last lease ends. A new engine must load,
-generate a token and pass its verification (`verification.py`) before a deadline; otherwise the previous weights stay in
-use. If the new engine process dies several times within its probation, the previous weights are loaded again.
+on the weights it started with.
+
+Other weights of the same model, served with the same options, are exchanged in the running engine (`_swap_in_place`).
+The engine first stages them beside the served ones while requests run. Then new requests wait until those in flight
+have finished, the weights are exchanged and verified, and the waiting requests get the new weights. If the
+verification fails, the weights are exchanged again, which restores every bit.
+
+All other weights get a new engine process, and so do weights that would let requests wait for too long. A replaced
+engine is closed when its last lease ends.
+
+Either way new weights must generate a token and pass their verification (`verification.py`) before a deadline;
+otherwise the previous weights stay in use. If the engine process of new weights dies several times within their
+probation, the previous weights are loaded again.
 """
 
 import asyncio
@@ -12,7 +22,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +35,14 @@ from fp8serve.server.output_parsers.output_format import detect_format
 from fp8serve.server.serving.adapters import ServedAdapter
 from fp8serve.server.serving.admission import Admission
 from fp8serve.server.serving.scale_history import ScaleHistory
-from fp8serve.server.serving.served_weights import EngineHandle, Launch, ServedWeights, WeightSource, weight_version
+from fp8serve.server.serving.served_weights import (
+    EngineHandle,
+    Launch,
+    ServedWeights,
+    WeightSource,
+    have_same_text_files,
+    weight_version,
+)
 from fp8serve.server.serving.verification import UNVERIFIED, Verification, Verified
 from fp8serve.server.settings import Deadlines
 
@@ -36,6 +53,10 @@ State = Literal["loading", "ready", "restarting", "failed", "unloading", "closed
 MAX_FAILED_RESTARTS = 3
 """Failed restarts in a row after which the server reports that it is not live."""
 PROBATION_SECONDS = 600.0
+MAX_DRAIN_SECONDS = 2.0
+"""How long new requests may wait for those in flight before weights are exchanged in place."""
+MAX_VERIFICATION_SECONDS = 5.0
+"""How long the previous weights may take to be measured, so that requests can wait while new weights are measured."""
 MAX_DEATHS = 3
 """Deaths of an engine process within its probation after which the previous weights are loaded again."""
 
@@ -54,6 +75,10 @@ class Probation:
     deaths: int = 0
 
 
+class _NotInPlaceError(Exception):
+    """Weights cannot be exchanged in the running engine, for the reason in the message. Nothing has changed."""
+
+
 class ServedModel:
     """A model name and the weights that answer to it: at first, and as "base", those of `base_source`."""
 
@@ -70,6 +95,8 @@ class ServedModel:
         self.problem: Fp8ServeError | None = None  # why the model could not be loaded
         self.adapters: dict[str, ServedAdapter] = {}
         self.is_replacing_weights = False  # whether `replace_weights` is copying weights over the served ones
+        self.released = asyncio.Event()  # cleared while new requests wait for `_swap_in_place`
+        self.released.set()
         self.is_shutting_down = False  # whether the server stops after the requests in flight
         self.needs_layer_stats = False  # whether /metrics reports FP8 layers one by one
         self.gpu_memory: float | None = None  # the option of an engine that has none and does not replace another one
@@ -102,6 +129,11 @@ class ServedModel:
         if self.state == "failed":
             raise Fault(Code.ENGINE_DOWN, f"The model could not be loaded: {self.problem}", retry_after=60)
         raise Fault(Code.ENGINE_DOWN, "The engine process is restarting.", retry_after=2)
+
+    @property
+    def holds_requests(self) -> bool:
+        """Whether new requests wait until `released` is set, because weights are being exchanged."""
+        return not self.released.is_set()
 
     def _refuse_if_unloading(self) -> None:
         if self.state in ("unloading", "closed"):
@@ -188,8 +220,9 @@ class ServedModel:
     ) -> tuple[ServedWeights, Verified | None]:
         """Loads `source` beside the served weights, verifies it, saves the activation and swaps.
 
-        The swap itself cannot fail. If anything before it fails, `save_activation` included, this method raises and
-        changes nothing: the served weights are always those that the next start of the server would load.
+        The weights are exchanged in the running engine if possible, or else loaded by a new engine process. The swap
+        itself cannot fail. If anything before it fails, `save_activation` included, this method raises and changes
+        nothing: the served weights are always those that the next start of the server would load.
         """
         self._refuse_if_unloading()
         if self.adapters:
@@ -199,21 +232,124 @@ class ServedModel:
         async with self._swap:
             self.activating = source.model_id, time.monotonic()
             try:
+                try:
+                    return await self._swap_in_place(source, save_activation, verification)
+                except _NotInPlaceError as error:
+                    log.info("starting a new engine process for %s: %s", source.model_id, error)
                 new, verified = await self._load_verified(source, save_activation, verification)
+                self._take_over(new, save_activation)
+                return new, verified
             finally:
                 self.activating = None
-            previous = self.current
-            self._serve(new)
-            if previous is not None and source != previous.source:
-                self._probation = None  # the base weights have none: they are what a failed probation leads to
-                if source != self.base_source:
-                    ends_at = time.monotonic() + PROBATION_SECONDS
-                    self._probation = Probation(previous.source, save_activation, ends_at)
-            self.admission.metrics.swaps("ok").inc()
-            log.info("now serving %s (%s)", new.source.model_id, new.weight_version)
-            if previous is not None:
-                self._retire(previous)
-            return new, verified
+
+    def _take_over(self, new: ServedWeights, save_activation: SaveActivation) -> None:
+        """Serves `new` from now on. Their probation begins, and a replaced engine process is retired."""
+        previous = self.current
+        self._serve(new)
+        if previous is not None and new.source != previous.source:
+            self._probation = None  # the base weights have none: they are what a failed probation leads to
+            if new.source != self.base_source:
+                ends_at = time.monotonic() + PROBATION_SECONDS
+                self._probation = Probation(previous.source, save_activation, ends_at)
+        self.admission.metrics.swaps("ok").inc()
+        log.info("now serving %s (%s)", new.source.model_id, new.weight_version)
+        if previous is not None and previous.engine is not new.engine:
+            self._retire(previous)
+
+    async def _swap_in_place(
+        self, source: WeightSource, save_activation: SaveActivation, verification: Verification
+    ) -> tuple[ServedWeights, Verified | None]:
+        """Exchanges the weights of the running engine for those of `source`; see the module.
+
+        Raises Fault 409 if the new weights fail their verification, and _NotInPlaceError if they cannot be exchanged.
+        The previous weights then serve.
+        """
+        old = self.current
+        if old is None or (obstacle := await asyncio.to_thread(self._obstacle_to_swap, old, source)) is not None:
+            raise _NotInPlaceError("no engine runs" if old is None else obstacle)
+        try:
+            await verification.check_files(source.directory)
+            version = await asyncio.to_thread(weight_version, source.directory)
+            started = time.monotonic()
+            perplexity = await verification.measure_previous(old)
+            if (seconds := time.monotonic() - started) > MAX_VERIFICATION_SECONDS:
+                raise _NotInPlaceError(f"requests would wait about {seconds:.0f} seconds for the verification")
+            await old.engine.stage_weights(source.directory)
+        except (Fp8ServeError, OSError) as error:
+            raise _NotInPlaceError(str(error)) from None
+        new = replace(
+            old, source=source, weight_version=f"{source.key}-{version}", overwritten_from=None, leases=0,
+            unleased=asyncio.Event(),
+        )  # fmt: skip
+        try:
+            with self._held_requests():
+                await self._drain_and_swap(old)
+                verified = await self._verify_swapped(new, save_activation, verification, perplexity)
+                self._take_over(new, save_activation)
+        finally:
+            with contextlib.suppress(Fp8ServeError, OSError):
+                await old.engine.discard_staged_weights()
+        log.info("%s replaced the weights of the running engine", source.model_id)
+        return new, verified
+
+    def _obstacle_to_swap(self, old: ServedWeights, source: WeightSource) -> str | None:
+        """Returns why weights cannot be exchanged in the engine of `old`, or None. The engine checks the rest."""
+        if not old.engine.alive:
+            return "no engine runs"
+        if source.options != old.source.options:
+            return "its engine options differ from those of the served weights"
+        if not old.engine.limits.generates:
+            return "the model generates no text"
+        if not have_same_text_files(source.directory, old.source.directory):
+            return "its tokenizer or generation config differs from that of the served weights"
+        return None
+
+    @contextlib.contextmanager
+    def _held_requests(self) -> Iterator[None]:
+        """Lets new requests wait inside the context."""
+        self.released.clear()
+        try:
+            yield
+        finally:
+            self.released.set()
+
+    async def _drain_and_swap(self, old: ServedWeights) -> None:
+        try:
+            await self._wait_until_unleased(old, MAX_DRAIN_SECONDS)
+            await old.engine.swap_weights()
+        except Fault as fault:
+            raise _NotInPlaceError(fault.message) from None
+        except (Fp8ServeError, OSError) as error:
+            raise _NotInPlaceError(str(error)) from None
+
+    async def _verify_swapped(
+        self,
+        new: ServedWeights,
+        save_activation: SaveActivation,
+        verification: Verification,
+        previous_perplexity: float | None,
+    ) -> Verified | None:
+        """Verifies exchanged weights and saves their activation. If that fails, the previous weights serve again."""
+        try:
+            await self._run_canary(new.engine)
+            verified = await verification.check_overwritten(new, previous_perplexity)
+            await save_activation(new.source.key)
+        except BaseException as error:
+            await asyncio.shield(self._swap_back(new))
+            if not isinstance(error, Fp8ServeError) or isinstance(error, Fault):
+                raise
+            self.admission.metrics.swaps("failed").inc()
+            message = f"The new weights cannot be served, and the previous ones stay in use: {error}"
+            raise Fault(Code.ACTIVATION_FAILED, message) from None
+        return verified
+
+    async def _swap_back(self, new: ServedWeights) -> None:
+        """Restores the previous weights of the engine. If that fails, the engine is killed and restarts with them."""
+        try:
+            await new.engine.swap_weights()
+        except (Fp8ServeError, OSError) as error:
+            log.error("the previous weights could not be restored: %s", error)
+            await new.engine.kill("The weights that replaced its own cannot be served.")
 
     def _refuse_if_swapping(self) -> None:
         if self._swap.locked():

@@ -14,7 +14,7 @@ from fp8serve.engine.client import EngineClient
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.request import EngineLimits, Request
-from fp8serve.errors import ModelError
+from fp8serve.errors import Fp8ServeError, ModelError
 from fp8serve.logs import LogFormat
 from fp8serve.model.config.decoder import check_any_config
 from fp8serve.model.storage.opening import open_member
@@ -68,6 +68,9 @@ class EngineHandle(Protocol):
     async def scales(self) -> list[dict[str, Any]]: ...
     async def save_scales(self, path: Path) -> int: ...
     async def load_weights(self, directory: Path) -> int: ...
+    async def stage_weights(self, directory: Path) -> None: ...
+    async def swap_weights(self) -> None: ...
+    async def discard_staged_weights(self) -> None: ...
     async def load_adapter(self, name: str, directory: Path) -> dict[str, Any]: ...
     async def unload_adapter(self, name: str) -> None: ...
     async def drain(self, deadline: float) -> None: ...
@@ -129,12 +132,37 @@ Launch = Callable[[WeightSource], Awaitable[tuple[EngineHandle, TokenizerFacts]]
 
 
 async def launch(source: WeightSource, log_format: LogFormat = "plain") -> tuple[EngineHandle, TokenizerFacts]:
-    """Reads the tokenizer in a limited process, then starts an engine process. Raises Fp8ServeError if either fails."""
+    """Starts an engine process, and meanwhile reads the tokenizer in a limited process. Raises Fp8ServeError if either
+    fails."""
     await asyncio.to_thread(check_any_config, source.directory)  # the clearest error for a bad directory
     size = sum(file.stat().st_size for file in source.directory.glob("*.safetensors") if file.is_file())
     log.info("loading %s (%.1f GiB) on %s", source.model_id, size / 2**30, source.options.device)
-    tokenizer = await asyncio.to_thread(describe, source.directory)
-    return await EngineClient.start(source.directory, source.options, log_format), tokenizer
+    engine = asyncio.create_task(EngineClient.start(source.directory, source.options, log_format))
+    try:
+        tokenizer = await asyncio.to_thread(describe, source.directory)
+        return await engine, tokenizer
+    except BaseException:
+        engine.cancel()  # which kills the process
+        with contextlib.suppress(asyncio.CancelledError, Fp8ServeError, OSError):
+            await (await engine).kill("The tokenizer cannot be read.")
+        raise
+
+
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
+              "chat_template.jinja", "chat_template.json")  # fmt: skip
+
+
+def have_same_text_files(a: Path, b: Path) -> bool:
+    """Whether two directories have the same tokenizer, chat template and generation config, byte for byte."""
+    return all(_read_if_present(a / name) == _read_if_present(b / name) for name in TEXT_FILES)
+
+
+def _read_if_present(path: Path) -> bytes | None:
+    try:
+        with open_member(path, error=ModelError) as file:
+            return file.read()
+    except (OSError, ModelError):
+        return None
 
 
 def weight_version(directory: Path) -> str:

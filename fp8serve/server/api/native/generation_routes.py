@@ -271,7 +271,7 @@ async def _generate(
     body: GenerateBody, request: Request, response: Response, state: ServerState, stream: bool
 ) -> Response | GenerateResponse:
     """Returns the response, and sets the headers that text-generation-inference's dashboards read."""
-    served = resolve_model(body, state)
+    served = await resolve_model(body, state)
     params = to_sampling_params(body.parameters)
     prompt = body.inputs or "" if body.input_ids is None else body.input_ids
     generation = await generate_texts(served, [prompt], params, request, state, truncate=body.parameters.truncate)

@@ -248,7 +248,7 @@ class TextRenderer(CompletionRenderer[Completion]):
 @router.post("/completions", summary="Continue a text", response_model=Completion, responses=STREAM)
 async def completions(body: CompletionBody, request: Request, state: StateDep) -> Response | Completion:
     """Generates `n` completions of each prompt."""
-    served = resolve_model(body, state)
+    served = await resolve_model(body, state)
     params = body.params(SamplingParams().max_new_tokens if body.max_tokens is None else body.max_tokens)
     generation = await generate_texts(
         served, body.prompts(), params, request, state, choices=body.num_candidates, echo=bool(body.echo)
