@@ -1,7 +1,9 @@
 """The engine generates text for requests with continuous batching. Each step advances every running request by a token
 or by a chunk of its prompt, and returns outputs.
 
-    step():  schedule -> run -> sample -> process the sampled tokens
+    step():  schedule -> launch: run, sample -> land: read and process the sampled tokens
+
+On a GPU, a step is launched before the previous one lands (flights.py).
 
 The engine is single-threaded. `worker.py` runs it in a process of its own, and `generate` runs it in the caller's.
 
@@ -16,7 +18,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +27,15 @@ from torch import Tensor
 from fp8serve.engine import loading
 from fp8serve.engine.draft_model import DraftModel, DraftParts, ModelDrafter
 from fp8serve.engine.drafting import Drafter, sequences_to_sample
-from fp8serve.engine.grammar import Masks, validate
+from fp8serve.engine.flights import Flight
+from fp8serve.engine.grammar import Mask, Masks, validate
 from fp8serve.engine.kv_cache import BlockPool
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.output import Completion, FinishReason, RequestOutput, TokenLogprob
 from fp8serve.engine.request import Request
-from fp8serve.engine.sampler import Sampled, sample
+from fp8serve.engine.sampler import NOT_FINITE, Sampler
 from fp8serve.engine.sampling_params import SamplingParams
-from fp8serve.engine.scheduler import Scheduler, Work
+from fp8serve.engine.scheduler import Scheduler, StepWork, Work
 from fp8serve.engine.sequence import Sequence, Status
 from fp8serve.engine.text import TextStream
 from fp8serve.engine.weights import replace_weights
@@ -81,6 +84,11 @@ class Engine:
         self._step_sizes = [0] * (len(STEP_TOKEN_BOUNDS) + 1)
         self._ids = count()
         self._step_seconds = 0.0  # duration of the last step
+        self._sampler = Sampler()
+        self._flight: Flight | None = None  # the launched step that has not landed
+        self._outputs: list[RequestOutput] = []  # of a step that landed outside of `step`
+        # Whether a step is launched before the previous one lands. Drafts need the values of all previous tokens.
+        self.async_scheduling = self.loaded.runner.device.type == "cuda" and not self.options.drafted_tokens
         self.weights_version = 0  # how often the weights were replaced
         self._load_seconds = time.monotonic() - start_time
 
@@ -94,6 +102,7 @@ class Engine:
         token_stream = self.tokenizer.stream(params.skip_special_tokens) if self.tokenizer else None
         seq = Sequence.of(request)
         seq.arrived = seq.arrived if arrived is None else arrived
+        seq.stop_ids = frozenset(params.stop_token_ids + (() if params.ignore_eos else self.eos_ids))
         seq.matcher = self.loaded.grammars.matcher(params)
         seq.ban = self.loaded.bans.ban(params.bad_words)
         if max_tokens := 0 if seq.matcher or seq.ban else self.options.drafted_tokens:
@@ -114,22 +123,30 @@ class Engine:
         return [output for request_id in list(self._live) if (output := self.abort(request_id))]
 
     def has_work(self) -> bool:
-        return self.scheduler.has_work()
+        return self.scheduler.has_work() or self._flight is not None or bool(self._outputs)
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step and returns an output for every generated token. Returns an empty list if there are no
-        requests."""
-        work = self.scheduler.schedule()
-        if not work:
-            return []
+        """Launches the next step and lands the previous one, or with `async_scheduling` off the same one. Returns an
+        output for every token of the landed step, and an empty list if there is none."""
+        if self._flight is not None and self.scheduler.may_preempt():
+            self.land()
         self.pack_weights(self._step_seconds)
         start_time = time.perf_counter()
         try:
-            outputs = self._compute(work if self._draft_model is None else self._draft_model.fill(work))
+            work = self.scheduler.schedule()
+            flight = self._launch(work) if work else None
+            self.land()
+            self._flight = flight
+            if flight is not None and self.loaded.scale_monitor.ends_window(flight.work.num_tokens):
+                self.land()
+                self.loaded.scale_monitor.close_window(self._rows())
+            elif not self.async_scheduling:
+                self.land()
         finally:
             self._step_seconds = time.perf_counter() - start_time
         if self.loaded.prefixes is not None:
             self.loaded.prefixes.save_if_due(self.scheduler.pool, self.loaded.runner)
+        outputs, self._outputs = self._outputs, []
         return outputs
 
     def pack_weights(self, seconds: float = math.inf) -> bool:
@@ -138,20 +155,65 @@ class Engine:
         self.loaded.packer.pack(seconds)
         return self.loaded.packer.has_pending
 
-    def _compute(self, work: list[Work]) -> list[RequestOutput]:
-        rows = [row for item in work if item.needs_sample for row in sequences_to_sample(item.seq, item.draft)]
-        mask = self._masks.start([seq.matcher for seq in rows])
+    def land(self) -> None:
+        """Waits for the step in flight, if there is one, and processes its sampled tokens. The next call of `step`
+        returns their outputs."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
         try:
-            sampled = sample(self._logits(work), rows, self.eos_ids, mask)
-        except (RuntimeError, MemoryError) as problem:  # an error of the device; other batches may still succeed
-            reason = (str(problem).splitlines() or [type(problem).__name__])[0]
-            return [self._fail(item.seq, f"The model failed on this batch: {reason}") for item in work]
-        return self._process_sampled(work, sampled)
+            tokens, logprobs = flight.samples.read()
+        except RuntimeError as problem:  # an error of the device
+            self._outputs += self._fail_all(flight.work, problem)
+            return
+        self._outputs += self._process_sampled(flight, tokens, logprobs)
 
-    def _logits(self, work: list[Work]) -> Tensor:
+    def _launch(self, work: StepWork) -> Flight | None:
+        """Launches a step. If it samples sequences that depend on the values of all previous tokens, the previous step
+        lands after the model was launched and before the sampling is. Returns None if launching fails."""
+        if self._draft_model is not None:
+            work = StepWork(others=self._draft_model.fill(list(work)))
+        rows = list(work.decodes)
+        for item in work.others:
+            rows += sequences_to_sample(item.seq, item.draft) if item.needs_sample else ()
+        try:
+            lands_first = self._flight is not None and any(seq.depends_on_tokens for seq in rows)
+            mask = None if lands_first else self._start_mask(rows)
+            logits = self._logits(work)
+            if lands_first:
+                self.land()
+                mask = self._start_mask(rows)
+            samples = self._sampler.launch(logits, rows, self.eos_ids, mask)
+            if self.async_scheduling:
+                self.loaded.runner.keep_samples(samples.tokens)
+        except (RuntimeError, MemoryError) as problem:  # an error of the device; other batches may still succeed
+            self.land()
+            self._outputs += self._fail_all(work, problem)
+            return None
+        self._count_step(work, len(rows))
+        self.scheduler.launch(work)
+        return Flight(work, rows, samples)
+
+    def _start_mask(self, rows: list[Sequence]) -> Mask | None:
+        return self._masks.start([None if seq.status is Status.FINISHED else seq.matcher for seq in rows])
+
+    def _fail_all(self, work: StepWork, problem: BaseException) -> list[RequestOutput]:
+        """Ends the requests of a step that failed, except those that have ended already."""
+        reason = (str(problem).splitlines() or [type(problem).__name__])[0]
+        seqs = [seq for seq in work.sequences if seq.status is not Status.FINISHED]
+        return [self._fail(seq, f"The model failed on this batch: {reason}") for seq in seqs]
+
+    def _count_step(self, work: StepWork, num_samples: int) -> None:
+        num_tokens = work.num_tokens
+        self._totals["steps"] += 1
+        self._step_sizes[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
+        self._totals["computed"] += num_tokens
+        self._totals["sampled"] += num_samples
+
+    def _logits(self, work: StepWork) -> Tensor:
         """Runs the model and returns the logits to sample from, FP32 [samples, vocab]. Stores the log-probabilities of
         prompts in the sequences that request them."""
-        if any(item.scored_positions for item in work):
+        if any(item.scored_positions for item in work.others):
             logits, scores = self.loaded.runner.run_scoring(work)
             for seq, values in scores:
                 seq.prompt_logprobs += values
@@ -164,11 +226,13 @@ class Engine:
         Raises RequestError if the name is in use, ModelError if the adapter does not fit the model, and MachineError if
         memory is short.
         """
+        self.land()
         return self.adapters.load(name, Path(directory)).view()
 
     def unload_adapter(self, name: str) -> None:
         """Unloads an adapter. New requests cannot use it, and running requests finish with it. Raises RequestError if
         no adapter has this name."""
+        self.land()
         self.adapters.unload(name)
 
     def load_weights(self, weights: str | Path | Mapping[str, Tensor]) -> int:
@@ -181,6 +245,7 @@ class Engine:
         Raises RequestError if requests are running, adapters are loaded, or an option has scales that do not suit other
         weights. Raises ModelError or ScalesError if the weights belong to another model or cannot be used.
         """
+        self.land()
         self._check_replaceable()
         tensors = weights if isinstance(weights, Mapping) else loading.read_weights(Path(weights), self.loaded)
         replace_weights(self.loaded.runner.model, tensors)
@@ -332,33 +397,33 @@ class Engine:
             adapter=adapter,
         )
 
-    def _process_sampled(self, work: list[Work], sampled: list[Sampled]) -> list[RequestOutput]:
-        """Counts a step and appends its sampled tokens to the sequences. Returns an output for every generated
-        token."""
-        sampling = [item for item in work if item.needs_sample]
-        num_tokens = sum(item.count for item in work)
-        self._totals["steps"] += 1
-        self._step_sizes[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
-        self._totals["computed"] += num_tokens
-        self._totals["sampled"] += len(sampled)
-        self._totals["prompt"] += sum(item.seq.num_prompt for item in sampling if item.seq.num_generated == 0)
-        if self.loaded.scale_monitor.ends_window(num_tokens):
-            self.loaded.scale_monitor.close_window(self._rows())
+    def _process_sampled(
+        self, flight: Flight, tokens: list[int], logprobs: Mapping[int, TokenLogprob]
+    ) -> list[RequestOutput]:
+        """Appends the sampled tokens of a step to the sequences. Returns an output for every generated token."""
+        work, outputs = flight.work, list[RequestOutput]()
         self.scheduler.advance(work)
-        remaining, outputs = iter(sampled), list[RequestOutput]()
-        for item in sampling:
-            outputs += self._verify_draft(item, list(islice(remaining, item.num_samples)))
+        for row, seq in enumerate(work.decodes):
+            if seq.status is not Status.FINISHED:
+                outputs.append(self._append_token(seq, tokens[row], logprobs.get(row)))
+        row = len(work.decodes)
+        for item in work.others:
+            end = row + item.num_samples
+            if item.needs_sample and item.seq.status is not Status.FINISHED:
+                self._totals["prompt"] += item.seq.num_prompt if item.seq.num_generated == 0 else 0
+                outputs += self._verify_draft(item, [(tokens[i], logprobs.get(i)) for i in range(row, end)])
+            row = end
         self._totals["generated"] += len(outputs)
         return outputs
 
-    def _verify_draft(self, item: Work, sampled: list[Sampled]) -> list[RequestOutput]:
+    def _verify_draft(self, item: Work, sampled: list[tuple[int, TokenLogprob | None]]) -> list[RequestOutput]:
         """Appends the first sampled token, and the next ones as long as the token before them equals the draft."""
-        seq, outputs = item.seq, [self._append_token(item.seq, sampled[0])]
+        seq, outputs = item.seq, [self._append_token(item.seq, *sampled[0])]
         for drafted, following in zip(item.draft, sampled[1:], strict=True):
             if seq.status is Status.FINISHED or seq.token_ids[-1] != drafted:
                 break
             self.scheduler.accept_drafted_token(seq)
-            outputs.append(self._append_token(seq, following))
+            outputs.append(self._append_token(seq, *following))
         if item.draft and seq.drafter:
             self._count_draft(len(item.draft), len(outputs) - 1)
             seq.drafter.record(len(item.draft), len(outputs) - 1)
@@ -371,22 +436,20 @@ class Engine:
         for position in range(accepted):
             self._accepted[position] += 1
 
-    def _append_token(self, seq: Sequence, sampled: Sampled) -> RequestOutput:
+    def _append_token(self, seq: Sequence, token: int, logprob: TokenLogprob | None) -> RequestOutput:
         """Appends a sampled token to its sequence, and ends the request if a stop condition is met."""
-        token = sampled.token_id
-        if token is None:
+        if token == NOT_FINITE:
             return self._fail(
                 seq,
                 "The model's output for this request is not finite (NaN or infinity); check its weights and scales.",
             )
         seq.token_ids.append(token)
-        if seq.num_generated == 1:
+        if seq.first_token is None:
             seq.first_token = time.monotonic()
-        text = self._live[seq.request_id][1]
-        if token in seq.params.stop_token_ids:
-            return self._end(seq, "stop", text.end(token), sampled, stop_reason=token)
-        if token in self.eos_ids and not seq.params.ignore_eos:
-            return self._end(seq, "stop", text.end(token), sampled)
+        text = self._live[seq.request.request_id][1]
+        if token in seq.stop_ids:
+            stop_reason = token if token in seq.params.stop_token_ids else None
+            return self._end(seq, "stop", text.end(token), token, logprob, stop_reason)
         if seq.ban is not None:
             seq.ban.accept(token)
         if seq.matcher is not None and not seq.matcher.accept(token):
@@ -395,12 +458,14 @@ class Engine:
         if text.failure is not None:
             return self._end(seq, "error", delta, error=text.failure)
         is_complete = seq.matcher is not None and seq.matcher.is_complete
-        has_max_tokens = seq.num_generated == seq.params.max_new_tokens
+        has_max_tokens = len(seq.token_ids) == seq.max_tokens
         if is_complete or has_max_tokens:
             delta += text.flush()
         if is_complete or text.stopped is not None:
-            return self._end(seq, "stop", delta, sampled, stop_reason=text.stopped)
-        return self._end(seq, "length", delta, sampled) if has_max_tokens else self._output(seq, text, delta, sampled)
+            return self._end(seq, "stop", delta, token, logprob, text.stopped)
+        if has_max_tokens:
+            return self._end(seq, "length", delta, token, logprob)
+        return self._output(seq, text, delta, token, logprob)
 
     def _fail(self, seq: Sequence, message: str) -> RequestOutput:
         return self._end(seq, "error", self._live[seq.request_id][1].flush(), error=message)
@@ -410,7 +475,8 @@ class Engine:
         seq: Sequence,
         reason: FinishReason,
         delta: str,
-        sampled: Sampled | None = None,
+        token: int | None = None,
+        logprob: TokenLogprob | None = None,
         stop_reason: str | int | None = None,
         error: str | None = None,
     ) -> RequestOutput:
@@ -418,38 +484,40 @@ class Engine:
         self.adapters.release(seq.adapter)
         self._finished[reason] += 1
         text = self._live.pop(seq.request_id)[1]
-        return self._output(seq, text, delta, sampled, stop_reason, error)
+        return self._output(seq, text, delta, token, logprob, stop_reason, error)
 
     def _output(
         self,
         seq: Sequence,
         text: TextStream,
         delta: str,
-        sampled: Sampled | None,
+        token: int | None,
+        logprob: TokenLogprob | None,
         stop_reason: str | int | None = None,
         error: str | None = None,
     ) -> RequestOutput:
+        num_generated = len(seq.token_ids) - seq.num_prompt
+        has_timing = num_generated == 1 or seq.finish_reason is not None
         return RequestOutput(
-            seq.request_id,
+            seq.request.request_id,
             delta,
-            (sampled.token_id,) if sampled and sampled.token_id is not None else (),
-            (sampled.logprob,) if sampled and sampled.logprob else None,
+            () if token is None else (token,),
+            None if logprob is None else (logprob,),
             seq.finish_reason,
             seq.num_prompt,
-            seq.num_generated,
+            num_generated,
             seq.num_cached,
             stop_reason,
             error,
-            _prompt_logprobs(seq),
-            seq.timing() if seq.num_generated == 1 or seq.finish_reason is not None else None,
-            (text.settled,) if sampled and sampled.logprob else (),
+            _prompt_logprobs(seq) if num_generated == 1 else None,
+            seq.timing() if has_timing else None,
+            () if logprob is None else (text.settled,),
         )
 
 
 def _prompt_logprobs(seq: Sequence) -> tuple[TokenLogprob, ...] | None:
-    """Returns the requested log-probabilities of the prompt for the first output, and None for every other output."""
-    is_requested = seq.params.prompt_logprobs is not None and seq.num_generated == 1
-    return tuple(seq.prompt_logprobs) if is_requested else None
+    """Returns the requested log-probabilities of the prompt for the first output."""
+    return None if seq.params.prompt_logprobs is None else tuple(seq.prompt_logprobs)
 
 
 def _join_outputs(outputs: list[RequestOutput]) -> Completion:
