@@ -7,15 +7,17 @@ sequence. `engine` is the processor time of `Engine.step`, and `messages` that o
 process sends for it. The cost of torch's ops does not grow with the number of sequences, so the time of a sequence is
 the slope between two batch sizes. `detokenize` is measured alone, because it belongs to the tokenizer.
 
-Sampling is greedy or drawn (top_p). Figures are the median over `--rounds` of `--steps` steps each, in microseconds of
-the processor. `--profile` prints what the engine spends its time on instead. Prints JSON.
+`--model DIR` measures a real model on `--device` instead: the time of a step on the clock, with a step launched before
+the previous one lands (engine/flights.py) and without, on the same engine in turns.
+
+Sampling is greedy or drawn (top_p). Figures are the fastest of `--rounds` rounds of `--steps` steps each, in
+microseconds of the processor. `--profile` prints what the engine spends its time on instead. Prints JSON.
 """
 
 import argparse
 import cProfile
 import json
 import pstats
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -94,14 +96,14 @@ def _replay_nothing(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return lambda: logits
 
 
-def measure(model_dir: Path, batches: tuple[int, int], steps: int, rounds: int) -> dict[str, Any]:
+def measure(model_dir: Path, batches: tuple[int, ...], steps: int, rounds: int) -> dict[str, Any]:
     """Returns the microseconds of a step at each batch size, and those of one sequence more."""
     result: dict[str, Any] = {"unit": "us", "batches": list(batches)}
     for name, sampling in SAMPLING.items():
         runs = [InstantDecoding(model_dir, batch, **sampling) for batch in batches]
         times = [[run.us(steps) for run in runs] for _ in range(rounds)]
         for part, index in (("engine", 0), ("messages", 1)):
-            small, large = (statistics.median(pair[run][index] for pair in times) for run in range(2))
+            small, large = (min(pair[run][index] for pair in times) for run in range(2))
             slope = (large - small) / (batches[1] - batches[0])
             result[f"{name} {part}"] = {"step": [round(small), round(large)], "sequence": round(slope, 2)}
     result["detokenize"] = {"token": round(detokenize_us(model_dir), 2)}
@@ -117,6 +119,44 @@ def detokenize_us(model_dir: Path) -> float:
     for token in ids:
         stream.push(token)
     return (time.process_time() - start) / len(ids) * 1e6
+
+
+def measure_overlap(
+    model_dir: Path, recipe: str, device: str, batches: tuple[int, ...], steps: int, rounds: int
+) -> dict[str, Any]:
+    """Returns the milliseconds of a decoding step on the clock, with and without flights, by batch size."""
+    engine = Engine(
+        model_dir, recipe=recipe, device=device, max_num_seqs=max(batches), max_batch_tokens=8192, max_prefill_tokens=4096,
+        max_model_len=PROMPT + 2 * (rounds + 1) * steps + 8,
+    )  # fmt: skip
+    engine.pack_weights()
+    result: dict[str, Any] = {"unit": "ms", "device": device, "model": model_dir.name}
+    for name, sampling in SAMPLING.items():
+        params = SamplingParams(
+            max_new_tokens=engine.limits.max_model_len - PROMPT, ignore_eos=True, seed=0, **sampling
+        )
+        for batch in batches:
+            for number in range(batch):
+                prompt = tuple((7 * number + i) % 256 for i in range(PROMPT))
+                engine.add_request(Request(f"request-{number:016x}", prompt, params))
+            while any(seq.num_generated < 2 for seq in engine.scheduler.running) or len(engine.scheduler.waiting):
+                engine.step()
+            times: dict[bool, list[float]] = {True: [], False: []}
+            for _ in range(rounds):
+                for flights in times:
+                    engine.async_scheduling = flights
+                    engine.step()
+                    start = time.perf_counter()
+                    for _ in range(steps):
+                        engine.step()
+                    times[flights].append((time.perf_counter() - start) / steps * 1e3)
+            engine.abort_all()
+            while engine.has_work():
+                engine.step()
+            result[f"{name} batch {batch}"] = {
+                "flights": round(min(times[True]), 3), "without": round(min(times[False]), 3)
+            }  # fmt: skip
+    return result
 
 
 def calls_per_sequence(model_dir: Path, batches: tuple[int, int] = (16, 48), steps: int = BLOCK) -> float:
@@ -135,20 +175,32 @@ def calls_per_sequence(model_dir: Path, batches: tuple[int, int] = (16, 48), ste
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, nargs=2, default=(32, 128))
+    parser.add_argument("--batches", type=int, nargs="+", default=(32, 128), help="two sizes, or any with --model")
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--profile", choices=tuple(SAMPLING), help="profile this kind of sampling")
+    parser.add_argument("--model", type=Path, help="measure this model's steps on the clock")
+    parser.add_argument("--recipe", default="stored", help="of --model")
+    parser.add_argument("--device", default="cuda", help="of --model")
     options = parser.parse_args()
+    batches = tuple(options.batches)
+    if options.model is not None:
+        print(
+            json.dumps(
+                measure_overlap(options.model, options.recipe, options.device, batches, options.steps, options.rounds),
+                indent=2,
+            )
+        )
+        return
     torch.set_num_threads(1)
     with TemporaryDirectory() as folder:
         model_dir = write_random_model(
             Path(folder) / "model", [TEXT], vocab_size=320, hidden_size=64, layers=1, context=CONTEXT
         )
         if options.profile is None:
-            print(json.dumps(measure(model_dir, tuple(options.batches), options.steps, options.rounds), indent=2))
+            print(json.dumps(measure(model_dir, batches, options.steps, options.rounds), indent=2))
             return
-        run = InstantDecoding(model_dir, options.batches[1], **SAMPLING[options.profile])
+        run = InstantDecoding(model_dir, batches[-1], **SAMPLING[options.profile])
         with cProfile.Profile() as profiler:
             outputs: list[RequestOutput] = [output for _ in range(options.steps) for output in run.engine.step()]
         pstats.Stats(profiler).sort_stats("tottime").print_stats(30)

@@ -33,7 +33,7 @@ from fp8serve.engine.kv_cache import BlockPool
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.output import Completion, FinishReason, RequestOutput, TokenLogprob
 from fp8serve.engine.request import Request
-from fp8serve.engine.sampler import NOT_FINITE, Sampler
+from fp8serve.engine.sampler import NOT_FINITE, SamplingPlan, launch_sampling
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.engine.scheduler import Scheduler, StepWork, Work
 from fp8serve.engine.sequence import Sequence, Status
@@ -76,7 +76,7 @@ class Engine:
         if self.loaded.prefixes is not None:
             self.loaded.prefixes.restore(pool, self.loaded.runner)
         self._draft_model = None if self.loaded.draft is None else self._create_draft_model(self.loaded.draft)
-        self._live: dict[str, tuple[Sequence, TextStream]] = {}  # waiting and running requests, by request id
+        self._live: dict[str, Sequence] = {}  # waiting and running requests, by request id
         self._masks = Masks(self.limits.vocab_size)
         self._finished: Counter[FinishReason] = Counter()
         self._totals: Counter[str] = Counter()
@@ -84,7 +84,7 @@ class Engine:
         self._step_sizes = [0] * (len(STEP_TOKEN_BOUNDS) + 1)
         self._ids = count()
         self._step_seconds = 0.0  # duration of the last step
-        self._sampler = Sampler()
+        self._plan: SamplingPlan | None = None  # of the last step
         self._flight: Flight | None = None  # the launched step that has not landed
         self._outputs: list[RequestOutput] = []  # of a step that landed outside of `step`
         # Whether a step is launched before the previous one lands. Drafts need the values of all previous tokens.
@@ -108,15 +108,16 @@ class Engine:
         if max_tokens := 0 if seq.matcher or seq.ban else self.options.drafted_tokens:
             seq.drafter = ModelDrafter(self._draft_model, seq) if self._draft_model else Drafter(max_tokens)
         seq.adapter = self.adapters.acquire(request.adapter)
-        self._live[request.request_id] = seq, TextStream(token_stream, params)
+        seq.text = TextStream(token_stream, params)
+        self._live[request.request_id] = seq
         self.scheduler.add(seq)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request now and frees its blocks. Returns its last output, or None if there is no such request."""
         if request_id not in self._live:
             return None
-        seq, text = self._live[request_id]
-        return self._end(seq, "abort", text.flush())
+        seq = self._live[request_id]
+        return self._end(seq, "abort", _text(seq).flush())
 
     def abort_all(self) -> list[RequestOutput]:
         """Ends all requests and returns their last outputs."""
@@ -177,13 +178,14 @@ class Engine:
         for item in work.others:
             rows += sequences_to_sample(item.seq, item.draft) if item.needs_sample else ()
         try:
-            lands_first = self._flight is not None and any(seq.depends_on_tokens for seq in rows)
-            mask = None if lands_first else self._start_mask(rows)
+            plan = self._plan_sampling(rows)
+            lands_first = self._flight is not None and plan.depends_on_tokens
+            mask = None if lands_first else self._start_mask(plan)
             logits = self._logits(work)
             if lands_first:
                 self.land()
-                mask = self._start_mask(rows)
-            samples = self._sampler.launch(logits, rows, self.eos_ids, mask)
+                mask = self._start_mask(plan)
+            samples = launch_sampling(logits, plan, self.eos_ids, mask)
             if self.async_scheduling:
                 self.loaded.runner.keep_samples(samples.tokens)
         except (RuntimeError, MemoryError) as problem:  # an error of the device; other batches may still succeed
@@ -192,10 +194,18 @@ class Engine:
             return None
         self._count_step(work, len(rows))
         self.scheduler.launch(work)
-        return Flight(work, rows, samples)
+        return Flight(work, samples)
 
-    def _start_mask(self, rows: list[Sequence]) -> Mask | None:
-        return self._masks.start([None if seq.status is Status.FINISHED else seq.matcher for seq in rows])
+    def _plan_sampling(self, rows: list[Sequence]) -> SamplingPlan:
+        if self._plan is None or self._plan.seqs != rows:
+            self._plan = SamplingPlan(rows, self.loaded.runner.device)
+        return self._plan
+
+    def _start_mask(self, plan: SamplingPlan) -> Mask | None:
+        """Starts to compute the mask of the sequences that have a grammar and have not finished."""
+        if not plan.has_grammar:
+            return None
+        return self._masks.start([None if seq.status is Status.FINISHED else seq.matcher for seq in plan.seqs])
 
     def _fail_all(self, work: StepWork, problem: BaseException) -> list[RequestOutput]:
         """Ends the requests of a step that failed, except those that have ended already."""
@@ -336,7 +346,7 @@ class Engine:
     def _sequences_by_adapter(self) -> dict[str, dict[str, int]]:
         """Returns the number of running and waiting sequences of every adapter."""
         counts = {name: {"running": 0, "waiting": 0} for name in self.adapters.by_name}
-        for seq, _ in self._live.values():
+        for seq in self._live.values():
             if seq.adapter is not None and not seq.adapter.is_unloaded:
                 counts[seq.adapter.name]["running" if seq.status is Status.RUNNING else "waiting"] += 1
         return counts
@@ -403,9 +413,10 @@ class Engine:
         """Appends the sampled tokens of a step to the sequences. Returns an output for every generated token."""
         work, outputs = flight.work, list[RequestOutput]()
         self.scheduler.advance(work)
-        for row, seq in enumerate(work.decodes):
-            if seq.status is not Status.FINISHED:
-                outputs.append(self._append_token(seq, tokens[row], logprobs.get(row)))
+        append, finished = self._append_token, Status.FINISHED
+        for row, (seq, token) in enumerate(zip(work.decodes, tokens, strict=False)):
+            if seq.status is not finished:
+                outputs.append(append(seq, token, logprobs.get(row) if logprobs else None))
         row = len(work.decodes)
         for item in work.others:
             end = row + item.num_samples
@@ -446,7 +457,7 @@ class Engine:
         seq.token_ids.append(token)
         if seq.first_token is None:
             seq.first_token = time.monotonic()
-        text = self._live[seq.request.request_id][1]
+        text = _text(seq)
         if token in seq.stop_ids:
             stop_reason = token if token in seq.params.stop_token_ids else None
             return self._end(seq, "stop", text.end(token), token, logprob, stop_reason)
@@ -454,11 +465,17 @@ class Engine:
             seq.ban.accept(token)
         if seq.matcher is not None and not seq.matcher.accept(token):
             return self._fail(seq, "The grammar became too complex during generation; simplify it.")
-        delta = text.push(token)
+        delta, num_tokens = text.push(token), len(seq.token_ids)
+        is_plain = seq.matcher is None and logprob is None and text.stopped is None and text.failure is None
+        if is_plain and seq.num_prompt + 1 < num_tokens < seq.max_tokens:  # the usual case first
+            num_generated = num_tokens - seq.num_prompt
+            return RequestOutput(
+                seq.request_id, delta, (token,), None, None, seq.num_prompt, num_generated, seq.num_cached
+            )
         if text.failure is not None:
             return self._end(seq, "error", delta, error=text.failure)
         is_complete = seq.matcher is not None and seq.matcher.is_complete
-        has_max_tokens = len(seq.token_ids) == seq.max_tokens
+        has_max_tokens = num_tokens == seq.max_tokens
         if is_complete or has_max_tokens:
             delta += text.flush()
         if is_complete or text.stopped is not None:
@@ -468,7 +485,7 @@ class Engine:
         return self._output(seq, text, delta, token, logprob)
 
     def _fail(self, seq: Sequence, message: str) -> RequestOutput:
-        return self._end(seq, "error", self._live[seq.request_id][1].flush(), error=message)
+        return self._end(seq, "error", _text(seq).flush(), error=message)
 
     def _end(
         self,
@@ -483,8 +500,8 @@ class Engine:
         self.scheduler.finish(seq, reason)
         self.adapters.release(seq.adapter)
         self._finished[reason] += 1
-        text = self._live.pop(seq.request_id)[1]
-        return self._output(seq, text, delta, token, logprob, stop_reason, error)
+        del self._live[seq.request_id]
+        return self._output(seq, _text(seq), delta, token, logprob, stop_reason, error)
 
     def _output(
         self,
@@ -499,7 +516,7 @@ class Engine:
         num_generated = len(seq.token_ids) - seq.num_prompt
         has_timing = num_generated == 1 or seq.finish_reason is not None
         return RequestOutput(
-            seq.request.request_id,
+            seq.request_id,
             delta,
             () if token is None else (token,),
             None if logprob is None else (logprob,),
@@ -513,6 +530,11 @@ class Engine:
             seq.timing() if has_timing else None,
             () if logprob is None else (text.settled,),
         )
+
+
+def _text(seq: Sequence) -> TextStream:
+    assert seq.text is not None  # every sequence of an engine has one
+    return seq.text
 
 
 def _prompt_logprobs(seq: Sequence) -> tuple[TokenLogprob, ...] | None:

@@ -30,15 +30,14 @@ from torch import Tensor
 if TYPE_CHECKING:
     from fp8serve.engine.sampler import Samples
     from fp8serve.engine.scheduler import StepWork
-    from fp8serve.engine.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A launched step. `rows` are the sequences that it samples, with a row for each token of a draft."""
+    """A launched step. `samples` has a row for each sequence of `work` that is sampled, and for each token of a
+    draft."""
 
     work: "StepWork"
-    rows: "list[Sequence]"
     samples: "Samples"
 
 

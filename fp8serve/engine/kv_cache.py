@@ -63,7 +63,7 @@ class BlockPool:
         for block in shared:
             self._add_reference(block)
         seq.block_table = shared + [self._allocate_block() for _ in range(num_new)]
-        seq.num_computed = len(shared) * self.block_size
+        seq.num_computed = seq.num_launched = len(shared) * self.block_size
         num_full = len(seq.token_ids) // self.block_size
         self._hash_blocks(seq, num_full)
         for key in seq.block_hashes[len(shared) : num_full]:
@@ -113,7 +113,7 @@ class BlockPool:
         for key in seq.block_hashes[seq.num_computed // self.block_size :]:
             self._end_progress(seq, key)
         seq.block_table = []
-        seq.num_computed = seq.num_in_flight = seq.num_promised = 0
+        seq.num_computed = seq.num_launched = 0
 
     def num_draft_computed(self, seq: Sequence) -> int:
         """Returns how many tokens at the beginning of `seq` the draft model has computed."""

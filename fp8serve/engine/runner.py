@@ -123,8 +123,9 @@ class Runner:
         """Returns the rows of a step that can be replayed, or None if it cannot."""
         if self.graphs is None or len(work) > self.graphs.sizes[-1]:
             return None
-        rows = DecodeRows.of(work)
-        return None if rows is None or any(seq.adapter is not None for seq in _sequences(work)) else rows
+        if self.adapters.is_used and any(seq.adapter is not None for seq in _sequences(work)):
+            return None
+        return DecodeRows.of(work)
 
     @torch.inference_mode()
     def run_scoring(self, work: StepWork) -> tuple[Tensor, list[tuple[Sequence, list[TokenLogprob]]]]:

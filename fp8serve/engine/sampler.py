@@ -10,9 +10,10 @@ on other requests, on the order of arrival or on preemption. Every operation her
 Each feature that a request uses takes a few passes over [rows, vocab]. A step of 8 rows of 32,000 logits takes, with
 one thread, 0.2 ms if it is greedy, 0.5 ms with a temperature and 0.8 ms with filters.
 
-`Sampler.launch` does not wait for a GPU, and `Samples.read` waits for one copy. Inputs are copied to the device from
+`launch_sampling` does not wait for a GPU, and `Samples.read` waits for one copy. Inputs are copied to the device from
 pinned memory (`step.to_device`), and the device itself checks whether the logits are finite. A decoding step mostly
-samples the same sequences as the step before, so everything that depends only on their parameters is kept (`_Plan`).
+samples the same sequences as the step before, so everything that depends only on their parameters is in a
+`SamplingPlan`, which the engine keeps until the sequences change.
 """
 
 from collections import Counter
@@ -61,7 +62,7 @@ class _TopLogprobs:
     top_ids: Tensor  # int64 [rows, MAX_LOGPROBS]
 
 
-class _Plan:
+class SamplingPlan:
     """The rows of a batch that need each operation, with parameters of the sequences as tensors on the device."""
 
     sampled_rows: Tensor  # int64, if there are such rows; so are the following
@@ -77,6 +78,8 @@ class _Plan:
         self.biased = _rows_where(params, lambda p: bool(p.logit_bias))
         self.min_tokens = _rows_where(params, lambda p: p.min_tokens > 0)
         self.banned = [row for row, seq in enumerate(seqs) if seq.ban is not None]
+        self.depends_on_tokens = any(seq.depends_on_tokens for seq in seqs)
+        self.has_grammar = any(seq.matcher is not None for seq in seqs)
         self.is_plain = not (self.logprobs or self.penalized or self.biased or self.min_tokens or self.banned)
         if self.logprobs:
             self.logprob_rows = to_device(self.logprobs, torch.long, device)
@@ -91,7 +94,7 @@ class _Plan:
 class Samples:
     """The sampled tokens of a step, of which a copy is on its way to the host."""
 
-    def __init__(self, tokens: Tensor, is_finite: Tensor, top: _TopLogprobs | None, plan: _Plan) -> None:
+    def __init__(self, tokens: Tensor, is_finite: Tensor, top: _TopLogprobs | None, plan: SamplingPlan) -> None:
         self.tokens = tokens  # int64 [rows], on the device; the token of a row that is not finite has no meaning
         self._seqs, self._logprob_rows = plan.seqs, plan.logprobs
         parts = [torch.where(is_finite, tokens, NOT_FINITE)]
@@ -110,40 +113,31 @@ class Samples:
         return ids, _unpack_logprobs(self._logprob_rows, ids, rest, self._seqs) if rest else {}
 
 
-class Sampler:
-    """Samples the batches of one engine."""
-
-    def __init__(self) -> None:
-        self._plan: _Plan | None = None
-
-    @torch.inference_mode()
-    def launch(
-        self, logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ...], mask: "Mask | None" = None
-    ) -> Samples:
-        """Samples one token for each sequence from its logits, FP32 [sequences, vocab]. `mask` covers the sequences
-        that have a grammar. Overwrites `logits`."""
-        if self._plan is None or self._plan.seqs != seqs:
-            self._plan = _Plan(seqs, logits.device)
-        plan = self._plan
-        best = logits.max(-1)
-        is_finite = best.values.isfinite()
-        if plan.is_plain and mask is None and not plan.sampled:
-            return Samples(best.indices, is_finite, None, plan)
-        if _waits_for_device(is_finite) or not is_finite.all():
-            logits.masked_fill_(~is_finite[:, None], 0.0)
-        top = _top_logprobs(logits, plan)
-        _apply_penalties(logits, plan)
-        _apply_logit_bias(logits, plan)
-        _ban_bad_words(logits, plan)
-        _ban_early_end(logits, plan, eos_ids)
-        if mask is not None:
-            _apply_grammar(logits, mask)
-        return Samples(_choose(logits, plan), is_finite, top, plan)
+@torch.inference_mode()
+def launch_sampling(
+    logits: Tensor, plan: SamplingPlan, eos_ids: tuple[int, ...], mask: "Mask | None" = None
+) -> Samples:
+    """Samples one token for each sequence of the plan from its logits, FP32 [sequences, vocab]. `mask` covers the
+    sequences that have a grammar. Overwrites `logits`. Does not wait for a GPU."""
+    best = logits.max(-1)
+    is_finite = best.values.isfinite()
+    if plan.is_plain and mask is None and not plan.sampled:
+        return Samples(best.indices, is_finite, None, plan)
+    if _waits_for_device(is_finite) or not is_finite.all():
+        logits.masked_fill_(~is_finite[:, None], 0.0)
+    top = _top_logprobs(logits, plan)
+    _apply_penalties(logits, plan)
+    _apply_logit_bias(logits, plan)
+    _ban_bad_words(logits, plan)
+    _ban_early_end(logits, plan, eos_ids)
+    if mask is not None:
+        _apply_grammar(logits, mask)
+    return Samples(_choose(logits, plan), is_finite, top, plan)
 
 
 def sample(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ...], mask: "Mask | None" = None) -> list[Sampled]:
-    """Samples one token for each sequence as `Sampler.launch` does, and waits for it."""
-    tokens, logprobs = Sampler().launch(logits, seqs, eos_ids, mask).read()
+    """Samples one token for each sequence as `launch_sampling` does, and waits for it."""
+    tokens, logprobs = launch_sampling(logits, SamplingPlan(seqs, logits.device), eos_ids, mask).read()
     return [Sampled(None if t == NOT_FINITE else t, logprobs.get(row)) for row, t in enumerate(tokens)]
 
 
@@ -168,7 +162,7 @@ def _column(logits: Tensor, values: list[float]) -> Tensor:
     return to_device(values, logits.dtype, logits.device)[:, None]
 
 
-def _apply_penalties(logits: Tensor, plan: _Plan) -> None:
+def _apply_penalties(logits: Tensor, plan: SamplingPlan) -> None:
     """Applies the repetition, frequency and presence penalties in place, to the logits of previous tokens only."""
     pairs = [(row, *pair) for row in plan.penalized for pair in _token_counts(plan.seqs[row])]
     if not pairs:
@@ -189,7 +183,7 @@ def _token_counts(seq: Sequence) -> list[tuple[int, int]]:
     return [(token, generated[token]) for token in dict.fromkeys(seq.token_ids)]
 
 
-def _apply_logit_bias(logits: Tensor, plan: _Plan) -> None:
+def _apply_logit_bias(logits: Tensor, plan: SamplingPlan) -> None:
     """Adds the biases of `logit_bias`, which has each token of a request once."""
     triples = [(row, *pair) for row in plan.biased for pair in plan.seqs[row].params.logit_bias]
     if triples:
@@ -198,7 +192,7 @@ def _apply_logit_bias(logits: Tensor, plan: _Plan) -> None:
         logits[index] += to_device(values, logits.dtype, logits.device)
 
 
-def _ban_early_end(logits: Tensor, plan: _Plan, eos_ids: tuple[int, ...]) -> None:
+def _ban_early_end(logits: Tensor, plan: SamplingPlan, eos_ids: tuple[int, ...]) -> None:
     """Bans the tokens that would end the text, while fewer than `min_tokens` are generated."""
     pairs: list[tuple[int, int]] = []
     for row in plan.min_tokens:
@@ -211,7 +205,7 @@ def _ban_early_end(logits: Tensor, plan: _Plan, eos_ids: tuple[int, ...]) -> Non
         logits[rows, tokens] = to_device(EARLY_END_LOGIT, logits.dtype, logits.device)
 
 
-def _ban_bad_words(logits: Tensor, plan: _Plan) -> None:
+def _ban_bad_words(logits: Tensor, plan: SamplingPlan) -> None:
     """Bans the tokens that would complete a bad word."""
     for row in plan.banned:
         seq = plan.seqs[row]
@@ -225,7 +219,7 @@ def _apply_grammar(logits: Tensor, mask: "Mask") -> None:
     _keep_allowed(logits, to_device(mask.rows, torch.long, logits.device), allowed)
 
 
-def _choose(logits: Tensor, plan: _Plan) -> Tensor:
+def _choose(logits: Tensor, plan: SamplingPlan) -> Tensor:
     """Returns the most likely token of each greedy row, and a random token of each other row, int64 [rows]."""
     if len(plan.sampled) == len(plan.seqs):
         return _sample_rows(logits, plan)
@@ -235,7 +229,7 @@ def _choose(logits: Tensor, plan: _Plan) -> Tensor:
     return tokens
 
 
-def _sample_rows(logits: Tensor, plan: _Plan) -> Tensor:
+def _sample_rows(logits: Tensor, plan: SamplingPlan) -> Tensor:
     """Samples one token for each row that is not greedy, with its temperature and filters."""
     seqs = [plan.seqs[row] for row in plan.sampled]
     uniforms = to_device([uniform(seq.seed, _position(seq)) for seq in seqs], torch.float64, logits.device)
@@ -244,10 +238,10 @@ def _sample_rows(logits: Tensor, plan: _Plan) -> Tensor:
 
 def _position(seq: Sequence) -> int:
     """Returns the position of the sampled token among the generated tokens."""
-    return seq.num_generated + seq.num_promised
+    return seq.num_tokens - seq.num_prompt
 
 
-def _top_logprobs(logits: Tensor, plan: _Plan) -> _TopLogprobs | None:
+def _top_logprobs(logits: Tensor, plan: SamplingPlan) -> _TopLogprobs | None:
     """Returns the log-probabilities of the rows that requested them, or None if no row did. Call it before penalties
     are applied to `logits`."""
     if not plan.logprobs:

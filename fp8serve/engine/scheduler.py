@@ -251,40 +251,33 @@ class Scheduler:
         return work
 
     def launch(self, work: StepWork) -> None:
-        """Records that `work` is computed from now on, and that a token is promised to each sampled sequence."""
+        """Records that `work` is computed from now on, and so that a token is promised to each sampled sequence."""
         for row, seq in enumerate(work.decodes):
-            seq.num_in_flight += 1
-            seq.num_promised += 1
+            seq.num_launched += 1
             seq.sample_row = row
         row = len(work.decodes)
         for item in work.others:
-            item.seq.num_in_flight += item.count - len(item.draft)
-            if item.needs_sample:
-                item.seq.num_promised += 1
-                item.seq.sample_row = row
-                row += item.num_samples
+            item.seq.num_launched += item.count - len(item.draft)
+            item.seq.sample_row = row
+            row += item.num_samples
 
     def advance(self, work: StepWork) -> None:
         """Records that launched work was computed. Call this before the sampled tokens are appended to the sequences.
         Sequences that have finished in the meantime are left as they are."""
-        size = self.pool.block_size
-        for seq in work.decodes:
-            if seq.status is not Status.FINISHED:
-                seq.num_in_flight -= 1
-                seq.num_promised -= 1
-                seq.num_computed += 1
-                if seq.num_computed % size == 0:
-                    self.pool.cache_blocks(seq, seq.num_computed - 1)
+        size, finished = self.pool.block_size, Status.FINISHED
+        for seq, position in zip(work.decodes, work.positions, strict=True):
+            if seq.status is not finished:
+                seq.num_computed = end = position + 1
+                if end % size == 0:
+                    self.pool.cache_blocks(seq, position)
         for item in work.others:
-            if item.seq.status is not Status.FINISHED:
-                item.seq.num_promised -= item.needs_sample
-                item.seq.num_in_flight -= item.count - len(item.draft)
+            if item.seq.status is not finished:
                 item.seq.num_computed += item.count - len(item.draft)
                 self.pool.cache_blocks(item.seq, item.start)
 
     def accept_drafted_token(self, seq: Sequence) -> None:
         """Records that the last token of `seq` is a drafted token, which is computed already."""
-        seq.num_computed += 1
+        seq.num_computed = seq.num_launched = seq.num_computed + 1
         self.pool.cache_blocks(seq, seq.num_computed - 1)
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
@@ -302,15 +295,15 @@ class Scheduler:
         """Returns the work of the decoding sequences, and the running sequences whose prompt is not fully computed."""
         work, prompts, size = StepWork(), list[Sequence](), self.pool.block_size
         for seq in self.running:  # preempting ends the list at this sequence or after it
-            total, start = len(seq.token_ids) + seq.num_promised, seq.num_computed + seq.num_in_flight
-            if total - start > 1:
+            start, known = seq.num_launched, len(seq.token_ids)
+            if start + 1 < known:
                 prompts.append(seq)
-            elif total == start or (seq.num_promised and total >= seq.max_tokens):
-                continue  # it waits for a token of the step in flight
-            elif total <= len(seq.block_table) * size or self._grow(seq):
+            elif start >= known and start + 1 >= seq.max_tokens:
+                continue  # its last token is promised
+            elif start < len(seq.block_table) * size or self._grow(seq):
                 work.decodes.append(seq)
                 work.positions.append(start)
-                work.sources.append(seq.sample_row if seq.num_promised else -1)
+                work.sources.append(seq.sample_row if start >= known else -1)
         return work, prompts
 
     def _add_drafts(self, work: StepWork, max_tokens: int) -> None:
@@ -414,7 +407,7 @@ class Scheduler:
         return work
 
     def _chunk(self, seq: Sequence, budget: int) -> Work:
-        return Work(seq, seq.num_computed + seq.num_in_flight, min(seq.num_pending, budget))
+        return Work(seq, seq.num_launched, min(seq.num_pending, budget))
 
     def _admit_next(self) -> Sequence | None:
         """Admits the head of the waiting queue and returns it, or returns None if it must wait."""

@@ -15,6 +15,7 @@ from fp8serve.engine.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from fp8serve.engine.adapters import LoadedAdapter
     from fp8serve.engine.grammar import Matcher  # only as a type, because the tests on a GPU have no llguidance
+    from fp8serve.engine.text import TextStream
 
 
 class Status(Enum):
@@ -47,6 +48,7 @@ class Sequence:
     ban: Ban | None = None  # if the request has bad words
     drafter: Drafter | None = None  # if tokens are drafted
     adapter: "LoadedAdapter | None" = None  # if the request names an adapter
+    text: "TextStream | None" = None  # in the engine
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of prompt tokens 1, 2, ...
     arrived: float = field(default_factory=time.monotonic)  # when the engine process received the request
     first_token: float | None = None  # when the first token was generated
@@ -54,8 +56,7 @@ class Sequence:
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     num_computed: int = 0  # tokens whose keys and values are in the KV cache
-    num_in_flight: int = 0  # tokens after them that launched steps compute (flights.py)
-    num_promised: int = 0  # tokens that launched steps sample, and that are not in token_ids yet
+    num_launched: int = 0  # tokens that are computed or that a step in flight computes (flights.py)
     sample_row: int = 0  # the row of the last launched step that samples a token of this sequence
     num_cached: int = 0  # tokens that were in the prefix cache when the sequence was first admitted
     admitted: float | None = None  # when the sequence was first admitted
@@ -63,6 +64,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks
     # copied from the request, because every step reads them
+    request_id: str = field(init=False)
     params: SamplingParams = field(init=False)
     num_prompt: int = field(init=False)
     max_tokens: int = field(init=False)  # of the prompt and the completion
@@ -71,6 +73,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         request = self.request
+        self.request_id = request.request_id
         self.params, self.tenant, self.num_prompt = request.params, request.tenant, len(request.prompt_token_ids)
         self.max_tokens = self.num_prompt + request.params.max_new_tokens
         self.group = request.tenant, request.group or request.request_id
@@ -98,10 +101,6 @@ class Sequence:
         return b"" if self.adapter is None else self.adapter.digest
 
     @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
     def num_generated(self) -> int:
         return len(self.token_ids) - self.num_prompt
 
@@ -113,9 +112,15 @@ class Sequence:
         return self.num_prompt - 1 - len(self.prompt_logprobs)
 
     @property
+    def num_promised(self) -> int:
+        """The number of tokens that steps in flight sample, and that are not in token_ids yet. A step that computes the
+        last token samples the next one."""
+        return max(0, self.num_launched + 1 - len(self.token_ids))
+
+    @property
     def num_tokens(self) -> int:
         """The number of tokens, including promised ones."""
-        return len(self.token_ids) + self.num_promised
+        return max(len(self.token_ids), self.num_launched + 1)
 
     @property
     def depends_on_tokens(self) -> bool:
@@ -125,4 +130,4 @@ class Sequence:
     @property
     def num_pending(self) -> int:
         """The number of tokens whose computation is not launched yet: 1 while decoding."""
-        return self.num_tokens - self.num_computed - self.num_in_flight
+        return self.num_tokens - self.num_launched

@@ -94,10 +94,13 @@ def test_a_step_in_flight_changes_no_token(device: str, calibrated: Path, graphs
         if graphs and device == "cpu":
             engine.pack_weights()
             engine.loaded.runner.capture_decoding(engine.options, 256, lambda run: run)
-    prompts, common = SENTENCES[:3], {"max_new_tokens": 40, "ignore_eos": True}
+    prompts, common = SENTENCES[:3], dict[str, Any](max_new_tokens=40, ignore_eos=True)
     kinds: list[dict[str, Any]] = [
-        {"temperature": 0.0}, {"seed": 3, "top_p": 0.9}, {"seed": 3, "logprobs": 2}, {"seed": 3, "presence_penalty": 1.0}
-    ]  # fmt: skip
+        {"temperature": 0.0},
+        {"seed": 3, "top_p": 0.9},
+        {"seed": 3, "logprobs": 2},
+        {"seed": 3, "presence_penalty": 1.0},
+    ]
     for kind in kinds:
         assert overlapping.generate(prompts, **common, **kind) == plain.generate(prompts, **common, **kind)
     assert overlapping.stats()["steps_total"] == plain.stats()["steps_total"]

@@ -229,7 +229,7 @@ def test_no_sequence_in_flight_is_preempted(model_dir: Path, device: Device, mon
     preempt, in_flight = made.scheduler._preempt, list[int]()
 
     def preempting(seq: Any) -> None:
-        in_flight.append(seq.num_in_flight + seq.num_promised)
+        in_flight.append(seq.num_launched - seq.num_computed)
         preempt(seq)
 
     monkeypatch.setattr(made.scheduler, "_preempt", preempting)

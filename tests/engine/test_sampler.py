@@ -71,7 +71,7 @@ def test_equal_values_at_the_border_of_top_k_go_to_the_smaller_ids() -> None:
 def test_penalties() -> None:
     logits = torch.tensor([[2.0, -2.0, 2.0, 1.0]])
     seq = sequence([0, 1], (2, 2), repetition_penalty=2.0, frequency_penalty=0.25, presence_penalty=0.5)
-    sampler._apply_penalties(logits, sampler._Plan([seq], logits.device))
+    sampler._apply_penalties(logits, sampler.SamplingPlan([seq], logits.device))
     assert logits.tolist() == [[1.0, -4.0, 1.0 - 0.5 - 0.5, 1.0]]
 
 
@@ -201,7 +201,7 @@ def test_a_launch_does_not_wait_and_a_read_waits_for_one_copy(monkeypatch: pytes
 
     monkeypatch.setattr(sampler, "HostCopy", Copy)
     with Watch() as watch:
-        launched = sampler.Sampler().launch(logits.clone(), seqs, (0,))
+        launched = sampler.launch_sampling(logits.clone(), sampler.SamplingPlan(seqs, logits.device), (0,))
     assert (watch.waits, copies) == ([], [])
     tokens, logprobs = launched.read()
     assert len(copies) == 1
