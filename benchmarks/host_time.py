@@ -126,8 +126,8 @@ def measure_overlap(
 ) -> dict[str, Any]:
     """Returns the milliseconds of a decoding step on the clock, with and without flights, by batch size."""
     engine = Engine(
-        model_dir, recipe=recipe, device=device, max_num_seqs=max(batches), max_batch_tokens=8192, max_prefill_tokens=4096,
-        max_model_len=PROMPT + 2 * (rounds + 1) * steps + 8,
+        model_dir, recipe=recipe, device=device, max_model_len=PROMPT + 2 * (rounds + 1) * steps + 8,
+        max_num_seqs=max(batches), max_batch_tokens=8192, max_prefill_tokens=4096,
     )  # fmt: skip
     engine.pack_weights()
     result: dict[str, Any] = {"unit": "ms", "device": device, "model": model_dir.name}

@@ -457,7 +457,8 @@ class Engine:
         seq.token_ids.append(token)
         if seq.first_token is None:
             seq.first_token = time.monotonic()
-        text = _text(seq)
+        text = seq.text
+        assert text is not None  # every sequence of an engine has one
         if token in seq.stop_ids:
             stop_reason = token if token in seq.params.stop_token_ids else None
             return self._end(seq, "stop", text.end(token), token, logprob, stop_reason)

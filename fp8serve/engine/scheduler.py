@@ -293,18 +293,18 @@ class Scheduler:
 
     def _decodes(self) -> tuple[StepWork, list[Sequence]]:
         """Returns the work of the decoding sequences, and the running sequences whose prompt is not fully computed."""
-        work, prompts, size = StepWork(), list[Sequence](), self.pool.block_size
+        decodes, prompts, size = list[Sequence](), list[Sequence](), self.pool.block_size
         for seq in self.running:  # preempting ends the list at this sequence or after it
             start, known = seq.num_launched, len(seq.token_ids)
             if start + 1 < known:
                 prompts.append(seq)
             elif start >= known and start + 1 >= seq.max_tokens:
                 continue  # its last token is promised
-            elif start < len(seq.block_table) * size or self._grow(seq):
-                work.decodes.append(seq)
-                work.positions.append(start)
-                work.sources.append(seq.sample_row if start >= known else -1)
-        return work, prompts
+            elif start % size or self._grow(seq):  # only the first token of a block needs a new one
+                decodes.append(seq)
+        positions = [seq.num_launched for seq in decodes]
+        sources = [seq.sample_row if seq.num_launched >= len(seq.token_ids) else -1 for seq in decodes]
+        return StepWork(decodes, positions, sources), prompts
 
     def _add_drafts(self, work: StepWork, max_tokens: int) -> None:
         """Adds drafts of up to `max_tokens` tokens in all to the decoding sequences. Every sequence gets an equal
