@@ -23,10 +23,12 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
+from fp8serve.engine import sampler
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.request import Request
@@ -96,12 +98,18 @@ def _replay_nothing(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return lambda: logits
 
 
+def _sample_nothing(logits: Tensor, *_: Tensor) -> Tensor:
+    """Stands for the op that samples on the device."""
+    return torch.full((len(logits),), ord("a"))
+
+
 def measure(model_dir: Path, batches: tuple[int, ...], steps: int, rounds: int) -> dict[str, Any]:
     """Returns the microseconds of a step at each batch size, and those of one sequence more."""
     result: dict[str, Any] = {"unit": "us", "batches": list(batches)}
     for name, sampling in SAMPLING.items():
         runs = [InstantDecoding(model_dir, batch, **sampling) for batch in batches]
-        times = [[run.us(steps) for run in runs] for _ in range(rounds)]
+        with patch.object(sampler, "_sample", _sample_nothing):
+            times = [[run.us(steps) for run in runs] for _ in range(rounds)]
         for part, index in (("engine", 0), ("messages", 1)):
             small, large = (min(pair[run][index] for pair in times) for run in range(2))
             slope = (large - small) / (batches[1] - batches[0])
@@ -201,7 +209,7 @@ def main() -> None:
             print(json.dumps(measure(model_dir, batches, options.steps, options.rounds), indent=2))
             return
         run = InstantDecoding(model_dir, batches[-1], **SAMPLING[options.profile])
-        with cProfile.Profile() as profiler:
+        with cProfile.Profile() as profiler, patch.object(sampler, "_sample", _sample_nothing):
             outputs: list[RequestOutput] = [output for _ in range(options.steps) for output in run.engine.step()]
         pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
         print(f"{len(outputs)} outputs in {options.steps} steps")

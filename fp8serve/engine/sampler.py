@@ -20,9 +20,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fp8serve.engine.flights import HostCopy
@@ -67,6 +69,7 @@ class SamplingPlan:
 
     sampled_rows: Tensor  # int64, if there are such rows; so are the following
     logprob_rows: Tensor
+    seed_hashes: list[blake2b]  # of the sampled rows
     filters: tuple[Tensor, ...]  # temperature, top_k, top_p and min_p of the sampled rows
 
     def __init__(self, seqs: list[Sequence], device: torch.device) -> None:
@@ -84,6 +87,7 @@ class SamplingPlan:
         if self.logprobs:
             self.logprob_rows = to_device(self.logprobs, torch.long, device)
         if self.sampled:
+            self.seed_hashes = [_seed_hash(seqs[row].seed) for row in self.sampled]
             self.sampled_rows = to_device(self.sampled, torch.long, device)
             chosen = [params[row] for row in self.sampled]
             columns = [p.temperature for p in chosen], [p.top_p for p in chosen], [p.min_p for p in chosen]
@@ -149,8 +153,21 @@ def _waits_for_device(x: Tensor) -> bool:
 def uniform(seed: int, position: int) -> float:
     """Returns the number in [0, 1) from which the token at `position` is sampled; the first generated token has
     position 0."""
-    digest = blake2b(seed.to_bytes(8, "little") + position.to_bytes(8, "little"), digest_size=8).digest()
-    return float((int.from_bytes(digest, "little") >> 11) * 2.0**-53)
+    return float(_uniforms([_seed_hash(seed)], [position])[0])
+
+
+def _seed_hash(seed: int) -> blake2b:
+    return blake2b(seed.to_bytes(8, "little"), digest_size=8)
+
+
+def _uniforms(seed_hashes: list[blake2b], positions: list[int]) -> NDArray[np.floating[Any]]:
+    """Returns `uniform` for each pair of a seed, which is hashed already, and a position."""
+    digests = []
+    for seed_hash, position in zip(seed_hashes, positions, strict=True):
+        state = seed_hash.copy()
+        state.update(position.to_bytes(8, "little"))
+        digests.append(state.digest())
+    return (np.frombuffer(b"".join(digests), "<u8") >> 11) * 2.0**-53
 
 
 def _rows_where(params: list[SamplingParams], predicate: Callable[[SamplingParams], bool]) -> list[int]:
@@ -231,9 +248,9 @@ def _choose(logits: Tensor, plan: SamplingPlan) -> Tensor:
 
 def _sample_rows(logits: Tensor, plan: SamplingPlan) -> Tensor:
     """Samples one token for each row that is not greedy, with its temperature and filters."""
-    seqs = [plan.seqs[row] for row in plan.sampled]
-    uniforms = to_device([uniform(seq.seed, _position(seq)) for seq in seqs], torch.float64, logits.device)
-    return _sample(logits, *plan.filters, uniforms)  # type: ignore[no-any-return]
+    uniforms = _uniforms(plan.seed_hashes, [_position(plan.seqs[row]) for row in plan.sampled])
+    uniform_tensor = to_device(uniforms, torch.float64, logits.device)
+    return _sample(logits, *plan.filters, uniform_tensor)  # type: ignore[no-any-return]
 
 
 def _position(seq: Sequence) -> int:
