@@ -77,51 +77,59 @@ class StepTensors:
 def flatten(work: Sequence[Work], block_size: int, device: torch.device, samples: Tensor | None = None) -> StepTensors:
     """Converts the work of a step to tensors. `samples` are the tokens that the step in flight samples, int64 [rows] on
     the device."""
-    token_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    starts, last = [0], list[int]()
-    promised, sources = list[int](), list[int]()
-    for item in work:
-        span = range(item.start, item.start + item.count)
-        table = item.seq.block_table
-        if item.source >= 0:
-            promised.append(len(token_ids))
-            sources.append(item.source)
-        token_ids += item.token_ids
-        positions += span
-        slots += [table[i // block_size] * block_size + i % block_size for i in span]
-        starts.append(len(token_ids))
-        last += range(len(token_ids) - item.num_logits, len(token_ids))
+    counts = [item.count for item in work]
+    starts = [0, *itertools.accumulate(counts)]
+    token_ids = list(itertools.chain.from_iterable(item.token_ids for item in work))
+    positions = np.arange(starts[-1]) + np.repeat(
+        [item.start - start for item, start in zip(work, starts[:-1], strict=True)], counts
+    )
+    tables, lengths = _pad_tables(work), [item.start + item.count for item in work]
+    rows = np.repeat(np.arange(len(work)), counts)
+    slots = tables[rows, positions // block_size] * block_size + positions % block_size
+    num_logits = [item.num_logits for item in work]
+    last = [i for end, n in zip(starts[1:], num_logits, strict=True) for i in range(end - n, end)]
+    promised = [start for start, item in zip(starts[:-1], work, strict=True) if item.source >= 0]
+    sources = [item.source for item in work if item.source >= 0]
 
-    id_tensor, position_tensor, slot_tensor, last_tensor, promised_tensor, source_tensor = _copy_lists(
+    id_tensor, position_tensor, slot_tensor, last_tensor, promised_tensor, source_tensor = _copy_arrays(
         [token_ids, positions, slots, last, promised, sources], torch.long, device
     )
     if promised and samples is not None:
         id_tensor.index_copy_(0, promised_tensor, samples.index_select(0, source_tensor))
-    queries = _queries(work, starts, device)
+    queries = _queries(starts, lengths, tables, device)
     if len(last) == len(token_ids):
         return StepTensors(id_tensor, position_tensor, slot_tensor, queries, None, queries)
-    with_logits = [item for item in work if item.num_logits]
-    last_starts = [0, *itertools.accumulate(item.num_logits for item in with_logits)]
-    last_queries = _queries(with_logits, last_starts, device)
+    with_logits = [row for row, n in enumerate(num_logits) if n]
+    last_queries = _queries(
+        [0, *itertools.accumulate(num_logits[row] for row in with_logits)],
+        [lengths[row] for row in with_logits],
+        tables[with_logits, : max((len(work[row].seq.block_table) for row in with_logits), default=0)],
+        device,
+    )
     return StepTensors(id_tensor, position_tensor, slot_tensor, queries, last_tensor, last_queries)
 
 
-def _queries(work: Sequence[Work], starts: list[int], device: torch.device) -> Queries:
-    """Describes queries at the end of each item of `work`. `starts` are their offsets."""
+def _pad_tables(work: Sequence[Work]) -> IntArray:
+    """Returns the block tables of `work`, padded with 0 to equal lengths."""
     width = max((len(item.seq.block_table) for item in work), default=0)
-    tables = [item.seq.block_table + [0] * (width - len(item.seq.block_table)) for item in work]
-    lengths = [item.start + item.count for item in work]
-    blocks = list(itertools.chain.from_iterable(tables))
-    query_starts, context_lens, block_tables = _copy_lists([starts, lengths, blocks], torch.int32, device)
-    return Queries(query_starts, context_lens, block_tables.view(len(work), width))
+    tables = np.zeros((len(work), width), np.int64)
+    for row, item in enumerate(work):
+        tables[row, : len(item.seq.block_table)] = item.seq.block_table
+    return tables
 
 
-def _copy_lists(lists: list[list[int]], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """Copies several lists to the device in one transfer. Returns a tensor for each."""
-    joined = to_device(list(itertools.chain.from_iterable(lists)), dtype, device)
-    return joined.split_with_sizes([len(part) for part in lists])
+def _queries(starts: list[int], lengths: list[int], tables: IntArray, device: torch.device) -> Queries:
+    """Describes queries at the end of each sequence. `starts` are their offsets."""
+    arrays = _copy_arrays([starts, lengths, tables.ravel()], torch.int32, device)
+    return Queries(arrays[0], arrays[1], arrays[2].view(tables.shape))
+
+
+def _copy_arrays(
+    arrays: Sequence[list[int] | IntArray], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, ...]:
+    """Copies several lists and arrays to the device in one transfer. Returns a tensor for each."""
+    joined = np.concatenate([np.asarray(array, np.int64) for array in arrays])
+    return to_device(joined, dtype, device).split_with_sizes([len(array) for array in arrays])
 
 
 def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
