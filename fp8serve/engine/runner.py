@@ -114,10 +114,11 @@ class Runner:
 
     @torch.inference_mode()
     def keep_samples(self, samples: Tensor) -> None:
-        """Keeps the sampled tokens of the step in flight, int64 [rows], for the next step, which names them by row."""
+        """Keeps the sampled tokens of the step in flight, int64 [rows], for the next step, which names them by row. A
+        negative one stands for a row that fails."""
         self._samples = samples
         if self._buffers is not None:
-            self._buffers.samples[: len(samples)].copy_(samples)
+            torch.clamp(samples, min=0, out=self._buffers.samples[: len(samples)])
 
     def _graph_rows(self, work: StepWork | list[Work]) -> DecodeRows | None:
         """Returns the rows of a step that can be replayed, or None if it cannot."""

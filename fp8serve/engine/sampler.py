@@ -98,16 +98,16 @@ class SamplingPlan:
 class Samples:
     """The sampled tokens of a step, of which a copy is on its way to the host."""
 
-    def __init__(self, tokens: Tensor, is_finite: Tensor, top: _TopLogprobs | None, plan: SamplingPlan) -> None:
-        self.tokens = tokens  # int64 [rows], on the device; the token of a row that is not finite has no meaning
+    def __init__(self, tokens: Tensor, top: _TopLogprobs | None, plan: SamplingPlan) -> None:
+        self.tokens = tokens  # int64 [rows], on the device
         self._seqs, self._logprob_rows = plan.seqs, plan.logprobs
-        parts = [torch.where(is_finite, tokens, NOT_FINITE)]
+        parts = [tokens]
         if top is not None:
-            sampled = top.logprobs.gather(1, tokens[plan.logprob_rows][:, None])
+            sampled = top.logprobs.gather(1, tokens[plan.logprob_rows][:, None].clamp(min=0))
             parts += [x.double().view(torch.long).flatten() for x in (sampled, top.top_values)]
             parts.append(top.top_ids.flatten())
         self._sizes = [len(part) for part in parts]
-        self._copy = HostCopy(parts[0] if top is None else torch.cat(parts))
+        self._copy = HostCopy(tokens if top is None else torch.cat(parts))
 
     def read(self) -> tuple[list[int], Mapping[int, TokenLogprob]]:
         """Waits for the copy. Returns the token of each row, or NOT_FINITE, and the requested log-probabilities by
@@ -126,7 +126,7 @@ def launch_sampling(
     best = logits.max(-1)
     is_finite = best.values.isfinite()
     if plan.is_plain and mask is None and not plan.sampled:
-        return Samples(best.indices, is_finite, None, plan)
+        return Samples(torch.where(is_finite, best.indices, NOT_FINITE), None, plan)
     if _waits_for_device(is_finite) or not is_finite.all():
         logits.masked_fill_(~is_finite[:, None], 0.0)
     top = _top_logprobs(logits, plan)
@@ -136,7 +136,7 @@ def launch_sampling(
     _ban_early_end(logits, plan, eos_ids)
     if mask is not None:
         _apply_grammar(logits, mask)
-    return Samples(_choose(logits, plan), is_finite, top, plan)
+    return Samples(torch.where(is_finite, _choose(logits, plan), NOT_FINITE), top, plan)
 
 
 def sample(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ...], mask: "Mask | None" = None) -> list[Sampled]:

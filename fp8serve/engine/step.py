@@ -76,7 +76,7 @@ class StepTensors:
 
 def flatten(work: Sequence[Work], block_size: int, device: torch.device, samples: Tensor | None = None) -> StepTensors:
     """Converts the work of a step to tensors. `samples` are the tokens that the step in flight samples, int64 [rows] on
-    the device."""
+    the device. A negative one stands for a row that fails, and becomes 0."""
     counts = [item.count for item in work]
     starts = [0, *itertools.accumulate(counts)]
     token_ids = list(itertools.chain.from_iterable(item.token_ids for item in work))
@@ -95,7 +95,7 @@ def flatten(work: Sequence[Work], block_size: int, device: torch.device, samples
         [token_ids, positions, slots, last, promised, sources], torch.long, device
     )
     if promised and samples is not None:
-        id_tensor.index_copy_(0, promised_tensor, samples.index_select(0, source_tensor))
+        id_tensor.index_copy_(0, promised_tensor, samples.index_select(0, source_tensor).clamp(min=0))
     queries = _queries(starts, lengths, tables, device)
     if len(last) == len(token_ids):
         return StepTensors(id_tensor, position_tensor, slot_tensor, queries, None, queries)
