@@ -243,7 +243,7 @@ class Scheduler:
         if work.decodes:
             budget = min(budget, self.max_prefill_tokens)
         chunks = self._chunks(prompts, budget)
-        if self.num_preemptions == preemptions and len(self.waiting):
+        if self.num_preemptions == preemptions and self.waiting:
             chunks += self._admissions(budget - sum(item.count for item in chunks))
         remaining = self.max_batch_tokens - len(work.decodes) - sum(item.count for item in chunks)
         self._add_drafts(work, min(remaining, MAX_DRAFT_ROWS - len(work.decodes)))
@@ -356,7 +356,7 @@ class Scheduler:
     def _find_victim(self) -> tuple[Sequence, Sequence] | None:
         """Returns the first waiting sequence whose tenant or group is below its share, and the sequence to preempt for
         it. Returns None if there is no such sequence."""
-        if self._is_fair:
+        if self._is_fair or not self.waiting:
             return None
         tenants = Counter(seq.tenant for seq in self.running)
         groups = Counter(seq.group for seq in self.running)
