@@ -138,11 +138,10 @@ class Engine:
             flight = self._launch(work) if work else None
             self.land()
             self._flight = flight
+            if not self.async_scheduling:
+                self.land()
             if flight is not None and self.loaded.scale_monitor.ends_window(flight.work.num_tokens):
-                self.land()
-                self.loaded.scale_monitor.close_window(self._rows())
-            elif not self.async_scheduling:
-                self.land()
+                self.loaded.scale_monitor.close_window(self._rows())  # of all launched steps
         finally:
             self._step_seconds = time.perf_counter() - start_time
         if self.loaded.prefixes is not None:
