@@ -3,8 +3,8 @@
 A GPU computes while Python prepares the next step, so a step cannot be shorter than the host's work for it. This
 benchmark runs the engine with a device that takes no time: a model of 320 tokens whose graphs return the same logits at
 every replay. All else is the engine's own: scheduling, the inputs of the graph, sampling, and the outputs of every
-sequence. `engine` is the processor time of `Engine.step`, and `messages` that of the lines of JSON which the engine
-process sends for it. The cost of torch's ops does not grow with the number of sequences, so the time of a sequence is
+sequence. `engine` is the processor time of `Engine.step`, and `messages` that of the messages which the engine process
+sends for it. The cost of torch's ops does not grow with the number of sequences, so the time of a sequence is
 the slope between two batch sizes. `detokenize` is measured alone, because it belongs to the tokenizer.
 
 `--model DIR` measures a real model on `--device` instead: the time of a step on the clock, with a step launched before
@@ -18,9 +18,11 @@ import argparse
 import cProfile
 import json
 import pstats
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
@@ -33,7 +35,7 @@ from fp8serve.engine.engine import Engine
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
-from fp8serve.engine.worker import encode
+from fp8serve.engine.worker import Connection, Worker
 from fp8serve.train.scratch import write_random_model
 
 TEXT = "The host prepares the next step while the device computes this one, and reads the sampled tokens afterwards."
@@ -57,6 +59,18 @@ class InstantModel(nn.Module):
         return logits
 
 
+class SilentConnection(Connection):
+    """A connection whose messages nobody receives."""
+
+    def __init__(self) -> None:
+        self._socket = self  # type: ignore[assignment]
+        self._send_lock = threading.Lock()
+        self.inbox = SimpleQueue()
+
+    def sendall(self, data: bytes) -> None:
+        pass
+
+
 class InstantDecoding:
     """An engine whose sequences all decode, with a device that takes no time."""
 
@@ -71,11 +85,13 @@ class InstantDecoding:
         runner = self.engine.loaded.runner
         runner.model = InstantModel(runner.model)  # type: ignore[assignment]
         runner.use_graphs(_replay_nothing, batch, CONTEXT)
+        self.worker = Worker(SilentConnection(), self.engine)
         params = SamplingParams(max_new_tokens=CONTEXT - PROMPT, ignore_eos=True, seed=0, **sampling)
         for number in range(batch):
             prompt = tuple((number + i) % 256 for i in range(PROMPT))
-            self.engine.add_request(Request(f"request-{number:016x}", prompt, params, "tenant"))
-        while any(seq.num_generated < 2 for seq in self.engine.scheduler.running) or len(self.engine.scheduler.waiting):
+            request = Request(f"request-{number:016x}", prompt, params, "tenant")
+            self.worker._generate({"request": request.to_json(), "stream": number, "arrived": time.monotonic()})
+        while any(seq.num_generated < 2 for seq in self.engine.scheduler.running) or self.engine.scheduler.waiting:
             self.engine.step()
 
     def us(self, steps: int) -> tuple[float, float]:
@@ -85,7 +101,7 @@ class InstantDecoding:
             start = time.process_time()
             outputs = self.engine.step()
             middle = time.process_time()
-            encode("outputs", {"outputs": [output.to_json() for output in outputs]})
+            self.worker._send_outputs(outputs)
             engine_seconds += middle - start
             message_seconds += time.process_time() - middle
         return engine_seconds / steps * 1e6, message_seconds / steps * 1e6
@@ -184,8 +200,8 @@ def calls_per_sequence(model_dir: Path, batches: tuple[int, int] = (16, 48), ste
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=(32, 128), help="two sizes, or any with --model")
-    parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=BLOCK)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--profile", choices=tuple(SAMPLING), help="profile this kind of sampling")
     parser.add_argument("--model", type=Path, help="measure this model's steps on the clock")
     parser.add_argument("--recipe", default="stored", help="of --model")

@@ -86,7 +86,7 @@ class Engine:
         self._step_seconds = 0.0  # duration of the last step
         self._plan: SamplingPlan | None = None  # of the last step
         self._flight: Flight | None = None  # the launched step that has not landed
-        self._outputs: list[RequestOutput] = []  # of a step that landed outside of `step`
+        self._outputs: list[RequestOutput] = []  # of the current call of `step`
         # Whether a step is launched before the previous one lands. Drafts need the values of all previous tokens.
         self.async_scheduling = self.loaded.runner.device.type == "cuda" and not self.options.drafted_tokens
         self.weights_version = 0  # how often the weights were replaced
@@ -124,30 +124,30 @@ class Engine:
         return [output for request_id in list(self._live) if (output := self.abort(request_id))]
 
     def has_work(self) -> bool:
-        return self.scheduler.has_work() or self._flight is not None or bool(self._outputs)
+        return self.scheduler.has_work() or self._flight is not None
 
     def step(self) -> list[RequestOutput]:
         """Launches the next step and lands the previous one, or with `async_scheduling` off the same one. Returns an
         output for every token of the landed step, and an empty list if there is none."""
+        self._outputs = []
         if self._flight is not None and self.scheduler.may_preempt():
-            self.land()
+            self._land()
         self.pack_weights(self._step_seconds)
         start_time = time.perf_counter()
         try:
             work = self.scheduler.schedule()
             flight = self._launch(work) if work else None
-            self.land()
+            self._land()
             self._flight = flight
             if not self.async_scheduling:
-                self.land()
+                self._land()
             if flight is not None and self.loaded.scale_monitor.ends_window(flight.work.num_tokens):
                 self.loaded.scale_monitor.close_window(self._rows())  # of all launched steps
         finally:
             self._step_seconds = time.perf_counter() - start_time
         if self.loaded.prefixes is not None:
             self.loaded.prefixes.save_if_due(self.scheduler.pool, self.loaded.runner)
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        return self._outputs
 
     def pack_weights(self, seconds: float = math.inf) -> bool:
         """Packs weights for about `seconds`, which makes later steps faster (packing.py). Returns whether weights
@@ -155,9 +155,8 @@ class Engine:
         self.loaded.packer.pack(seconds)
         return self.loaded.packer.has_pending
 
-    def land(self) -> None:
-        """Waits for the step in flight, if there is one, and processes its sampled tokens. The next call of `step`
-        returns their outputs."""
+    def _land(self) -> None:
+        """Waits for the step in flight, if there is one, and processes its sampled tokens."""
         flight, self._flight = self._flight, None
         if flight is None:
             return
@@ -182,13 +181,13 @@ class Engine:
             mask = None if lands_first else self._start_mask(plan)
             logits = self._logits(work)
             if lands_first:
-                self.land()
+                self._land()
                 mask = self._start_mask(plan)
             samples = launch_sampling(logits, plan, self.eos_ids, mask)
             if self.async_scheduling:
                 self.loaded.runner.keep_samples(samples.tokens)
         except (RuntimeError, MemoryError) as problem:  # an error of the device; other batches may still succeed
-            self.land()
+            self._land()
             self._outputs += self._fail_all(work, problem)
             return None
         self._count_step(work, len(rows))
@@ -235,13 +234,11 @@ class Engine:
         Raises RequestError if the name is in use, ModelError if the adapter does not fit the model, and MachineError if
         memory is short.
         """
-        self.land()
         return self.adapters.load(name, Path(directory)).view()
 
     def unload_adapter(self, name: str) -> None:
         """Unloads an adapter. New requests cannot use it, and running requests finish with it. Raises RequestError if
         no adapter has this name."""
-        self.land()
         self.adapters.unload(name)
 
     def load_weights(self, weights: str | Path | Mapping[str, Tensor]) -> int:
@@ -254,8 +251,8 @@ class Engine:
         Raises RequestError if requests are running, adapters are loaded, or an option has scales that do not suit other
         weights. Raises ModelError or ScalesError if the weights belong to another model or cannot be used.
         """
-        self.land()
         self._check_replaceable()
+        self._land()  # a step of requests that were aborted
         tensors = weights if isinstance(weights, Mapping) else loading.read_weights(Path(weights), self.loaded)
         replace_weights(self.loaded.runner.model, tensors)
         self.loaded = self.loaded.after_replaced_weights(None if isinstance(weights, Mapping) else Path(weights))
