@@ -62,6 +62,11 @@ class Adapters:
         self._numbers = itertools.count()
         self._by_number: dict[int, LoadedAdapter] = {}  # includes unloaded adapters that sequences still use
 
+    @property
+    def is_used(self) -> bool:
+        """Whether a sequence may use an adapter."""
+        return bool(self._by_number)
+
     def load(self, name: str, directory: Path) -> LoadedAdapter:
         """Loads an adapter from a PEFT directory. Raises ModelError if the adapter does not fit the model, RequestError
         if the name is in use, and MachineError if memory is short. After an error nothing has changed."""

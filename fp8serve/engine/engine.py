@@ -1,7 +1,9 @@
 """The engine generates text for requests with continuous batching. Each step advances every running request by a token
 or by a chunk of its prompt, and returns outputs.
 
-    step():  schedule -> run -> sample -> process the sampled tokens
+    step():  schedule -> launch: run, sample -> land: read and process the sampled tokens
+
+On a GPU, a step is launched before the previous one lands (flights.py).
 
 The engine is single-threaded. `worker.py` runs it in a process of its own, and `generate` runs it in the caller's.
 
@@ -16,7 +18,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +27,15 @@ from torch import Tensor
 from fp8serve.engine import loading
 from fp8serve.engine.draft_model import DraftModel, DraftParts, ModelDrafter
 from fp8serve.engine.drafting import Drafter, sequences_to_sample
-from fp8serve.engine.grammar import Masks, validate
+from fp8serve.engine.flights import Flight
+from fp8serve.engine.grammar import Mask, Masks, validate
 from fp8serve.engine.kv_cache import BlockPool
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.output import Completion, FinishReason, RequestOutput, TokenLogprob
 from fp8serve.engine.request import Request
-from fp8serve.engine.sampler import Sampled, sample
+from fp8serve.engine.sampler import NOT_FINITE, SamplingPlan, launch_sampling
 from fp8serve.engine.sampling_params import SamplingParams
-from fp8serve.engine.scheduler import Scheduler, Work
+from fp8serve.engine.scheduler import Scheduler, StepWork, Work
 from fp8serve.engine.sequence import Sequence, Status
 from fp8serve.engine.text import TextStream
 from fp8serve.engine.weights import replace_weights
@@ -75,7 +78,7 @@ class Engine:
         if self.loaded.prefixes is not None:
             self.loaded.prefixes.restore(pool, self.loaded.runner)
         self._draft_model = None if self.loaded.draft is None else self._create_draft_model(self.loaded.draft)
-        self._live: dict[str, tuple[Sequence, TextStream]] = {}  # waiting and running requests, by request id
+        self._live: dict[str, Sequence] = {}  # waiting and running requests, by request id
         self._masks = Masks(self.limits.vocab_size)
         self._finished: Counter[FinishReason] = Counter()
         self._totals: Counter[str] = Counter()
@@ -83,6 +86,11 @@ class Engine:
         self._step_sizes = [0] * (len(STEP_TOKEN_BOUNDS) + 1)
         self._ids = count()
         self._step_seconds = 0.0  # duration of the last step
+        self._plan: SamplingPlan | None = None  # of the last step
+        self._flight: Flight | None = None  # the launched step that has not landed
+        self._outputs: list[RequestOutput] = []  # of the current call of `step`
+        # Whether a step is launched before the previous one lands. Drafts need the values of all previous tokens.
+        self.async_scheduling = self.loaded.runner.device.type == "cuda" and not self.options.drafted_tokens
         self.weights_version = 0  # how often the weights were replaced
         self._staged: loading.StagedWeights | None = None
         self._load_seconds = time.monotonic() - start_time
@@ -97,43 +105,52 @@ class Engine:
         token_stream = self.tokenizer.stream(params.skip_special_tokens) if self.tokenizer else None
         seq = Sequence.of(request)
         seq.arrived = seq.arrived if arrived is None else arrived
+        seq.stop_ids = frozenset(params.stop_token_ids + (() if params.ignore_eos else self.eos_ids))
         seq.matcher = self.loaded.grammars.matcher(params)
         seq.ban = self.loaded.bans.ban(params.bad_words)
         if max_tokens := 0 if seq.matcher or seq.ban else self.options.drafted_tokens:
             seq.drafter = ModelDrafter(self._draft_model, seq) if self._draft_model else Drafter(max_tokens)
         seq.adapter = self.adapters.acquire(request.adapter)
-        self._live[request.request_id] = seq, TextStream(token_stream, params)
+        seq.text = TextStream(token_stream, params)
+        self._live[request.request_id] = seq
         self.scheduler.add(seq)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request now and frees its blocks. Returns its last output, or None if there is no such request."""
         if request_id not in self._live:
             return None
-        seq, text = self._live[request_id]
-        return self._end(seq, "abort", text.flush())
+        seq = self._live[request_id]
+        return self._end(seq, "abort", _text(seq).flush())
 
     def abort_all(self) -> list[RequestOutput]:
         """Ends all requests and returns their last outputs."""
         return [output for request_id in list(self._live) if (output := self.abort(request_id))]
 
     def has_work(self) -> bool:
-        return self.scheduler.has_work()
+        return self.scheduler.has_work() or self._flight is not None
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step and returns an output for every generated token. Returns an empty list if there are no
-        requests."""
-        work = self.scheduler.schedule()
-        if not work:
-            return []
+        """Launches the next step and lands the previous one, or with `async_scheduling` off the same one. Returns an
+        output for every token of the landed step, and an empty list if there is none."""
+        self._outputs = []
+        if self._flight is not None and self.scheduler.may_preempt():
+            self._land()
         self.pack_weights(self._step_seconds)
         start_time = time.perf_counter()
         try:
-            outputs = self._compute(work if self._draft_model is None else self._draft_model.fill(work))
+            work = self.scheduler.schedule()
+            flight = self._launch(work) if work else None
+            self._land()
+            self._flight = flight
+            if not self.async_scheduling:
+                self._land()
+            if flight is not None and self.loaded.scale_monitor.ends_window(flight.work.num_tokens):
+                self.loaded.scale_monitor.close_window(self._rows())  # of all launched steps
         finally:
             self._step_seconds = time.perf_counter() - start_time
         if self.loaded.prefixes is not None:
             self.loaded.prefixes.save_if_due(self.scheduler.pool, self.loaded.runner)
-        return outputs
+        return self._outputs
 
     def pack_weights(self, seconds: float = math.inf) -> bool:
         """Packs weights for about `seconds`, which makes later steps faster (packing.py). Returns whether weights
@@ -141,20 +158,73 @@ class Engine:
         self.loaded.packer.pack(seconds)
         return self.loaded.packer.has_pending
 
-    def _compute(self, work: list[Work]) -> list[RequestOutput]:
-        rows = [row for item in work if item.needs_sample for row in sequences_to_sample(item.seq, item.draft)]
-        mask = self._masks.start([seq.matcher for seq in rows])
+    def _land(self) -> None:
+        """Waits for the step in flight, if there is one, and processes its sampled tokens."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
         try:
-            sampled = sample(self._logits(work), rows, self.eos_ids, mask)
-        except (RuntimeError, MemoryError) as problem:  # an error of the device; other batches may still succeed
-            reason = (str(problem).splitlines() or [type(problem).__name__])[0]
-            return [self._fail(item.seq, f"The model failed on this batch: {reason}") for item in work]
-        return self._process_sampled(work, sampled)
+            tokens, logprobs = flight.samples.read()
+        except RuntimeError as problem:  # an error of the device
+            self._outputs += self._fail_all(flight.work, problem)
+            return
+        self._outputs += self._process_sampled(flight, tokens, logprobs)
 
-    def _logits(self, work: list[Work]) -> Tensor:
+    def _launch(self, work: StepWork) -> Flight | None:
+        """Launches a step. If it samples sequences that depend on the values of all previous tokens, the previous step
+        lands after the model was launched and before the sampling is. Returns None if launching fails."""
+        if self._draft_model is not None:
+            work = StepWork(others=self._draft_model.fill(list(work)))
+        rows = list(work.decodes)
+        for item in work.others:
+            rows += sequences_to_sample(item.seq, item.draft) if item.needs_sample else ()
+        try:
+            plan = self._plan_sampling(rows)
+            lands_first = self._flight is not None and plan.depends_on_tokens
+            mask = None if lands_first else self._start_mask(plan)
+            logits = self._logits(work)
+            if lands_first:
+                self._land()
+                mask = self._start_mask(plan)
+            samples = launch_sampling(logits, plan, self.eos_ids, mask)
+            if self.async_scheduling:
+                self.loaded.runner.keep_samples(samples.tokens)
+        except (RuntimeError, MemoryError) as problem:  # an error of the device; other batches may still succeed
+            self._land()
+            self._outputs += self._fail_all(work, problem)
+            return None
+        self._count_step(work, len(rows))
+        self.scheduler.launch(work)
+        return Flight(work, samples)
+
+    def _plan_sampling(self, rows: list[Sequence]) -> SamplingPlan:
+        if self._plan is None or self._plan.seqs != rows:
+            self._plan = SamplingPlan(rows, self.loaded.runner.device)
+        return self._plan
+
+    def _start_mask(self, plan: SamplingPlan) -> Mask | None:
+        """Starts to compute the mask of the sequences that have a grammar and have not finished."""
+        if not plan.has_grammar:
+            return None
+        return self._masks.start([None if seq.status is Status.FINISHED else seq.matcher for seq in plan.seqs])
+
+    def _fail_all(self, work: StepWork, problem: BaseException) -> list[RequestOutput]:
+        """Ends the requests of a step that failed, except those that have ended already."""
+        reason = (str(problem).splitlines() or [type(problem).__name__])[0]
+        seqs = [seq for seq in work.sequences if seq.status is not Status.FINISHED]
+        return [self._fail(seq, f"The model failed on this batch: {reason}") for seq in seqs]
+
+    def _count_step(self, work: StepWork, num_samples: int) -> None:
+        num_tokens = work.num_tokens
+        self._totals["steps"] += 1
+        self._step_sizes[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
+        self._totals["computed"] += num_tokens
+        self._totals["sampled"] += num_samples
+
+    def _logits(self, work: StepWork) -> Tensor:
         """Runs the model and returns the logits to sample from, FP32 [samples, vocab]. Stores the log-probabilities of
         prompts in the sequences that request them."""
-        if any(item.scored_positions for item in work):
+        if any(item.scored_positions for item in work.others):
             logits, scores = self.loaded.runner.run_scoring(work)
             for seq, values in scores:
                 seq.prompt_logprobs += values
@@ -185,6 +255,7 @@ class Engine:
         weights. Raises ModelError or ScalesError if the weights belong to another model or cannot be used.
         """
         self._check_replaceable()
+        self._land()  # a step of requests that were aborted
         tensors = weights if isinstance(weights, Mapping) else loading.read_weights(Path(weights), self.loaded)
         replace_weights(self.loaded.runner.model, tensors)
         self.loaded = self.loaded.after_replaced_weights(None if isinstance(weights, Mapping) else Path(weights))
@@ -319,7 +390,7 @@ class Engine:
     def _sequences_by_adapter(self) -> dict[str, dict[str, int]]:
         """Returns the number of running and waiting sequences of every adapter."""
         counts = {name: {"running": 0, "waiting": 0} for name in self.adapters.by_name}
-        for seq, _ in self._live.values():
+        for seq in self._live.values():
             if seq.adapter is not None and not seq.adapter.is_unloaded:
                 counts[seq.adapter.name]["running" if seq.status is Status.RUNNING else "waiting"] += 1
         return counts
@@ -380,33 +451,34 @@ class Engine:
             adapter=adapter,
         )
 
-    def _process_sampled(self, work: list[Work], sampled: list[Sampled]) -> list[RequestOutput]:
-        """Counts a step and appends its sampled tokens to the sequences. Returns an output for every generated
-        token."""
-        sampling = [item for item in work if item.needs_sample]
-        num_tokens = sum(item.count for item in work)
-        self._totals["steps"] += 1
-        self._step_sizes[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
-        self._totals["computed"] += num_tokens
-        self._totals["sampled"] += len(sampled)
-        self._totals["prompt"] += sum(item.seq.num_prompt for item in sampling if item.seq.num_generated == 0)
-        if self.loaded.scale_monitor.ends_window(num_tokens):
-            self.loaded.scale_monitor.close_window(self._rows())
+    def _process_sampled(
+        self, flight: Flight, tokens: list[int], logprobs: Mapping[int, TokenLogprob]
+    ) -> list[RequestOutput]:
+        """Appends the sampled tokens of a step to the sequences. Returns an output for every generated token."""
+        work, outputs = flight.work, list[RequestOutput]()
         self.scheduler.advance(work)
-        remaining, outputs = iter(sampled), list[RequestOutput]()
-        for item in sampling:
-            outputs += self._verify_draft(item, list(islice(remaining, item.num_samples)))
+        append, finished = self._append_token, Status.FINISHED
+        for row, (seq, token) in enumerate(zip(work.decodes, tokens, strict=False)):
+            if seq.status is not finished:
+                outputs.append(append(seq, token, logprobs.get(row) if logprobs else None))
+        row = len(work.decodes)
+        for item in work.others:
+            end = row + item.num_samples
+            if item.needs_sample and item.seq.status is not Status.FINISHED:
+                self._totals["prompt"] += item.seq.num_prompt if item.seq.num_generated == 0 else 0
+                outputs += self._verify_draft(item, [(tokens[i], logprobs.get(i)) for i in range(row, end)])
+            row = end
         self._totals["generated"] += len(outputs)
         return outputs
 
-    def _verify_draft(self, item: Work, sampled: list[Sampled]) -> list[RequestOutput]:
+    def _verify_draft(self, item: Work, sampled: list[tuple[int, TokenLogprob | None]]) -> list[RequestOutput]:
         """Appends the first sampled token, and the next ones as long as the token before them equals the draft."""
-        seq, outputs = item.seq, [self._append_token(item.seq, sampled[0])]
+        seq, outputs = item.seq, [self._append_token(item.seq, *sampled[0])]
         for drafted, following in zip(item.draft, sampled[1:], strict=True):
             if seq.status is Status.FINISHED or seq.token_ids[-1] != drafted:
                 break
             self.scheduler.accept_drafted_token(seq)
-            outputs.append(self._append_token(seq, following))
+            outputs.append(self._append_token(seq, *following))
         if item.draft and seq.drafter:
             self._count_draft(len(item.draft), len(outputs) - 1)
             seq.drafter.record(len(item.draft), len(outputs) - 1)
@@ -419,85 +491,100 @@ class Engine:
         for position in range(accepted):
             self._accepted[position] += 1
 
-    def _append_token(self, seq: Sequence, sampled: Sampled) -> RequestOutput:
+    def _append_token(self, seq: Sequence, token: int, logprob: TokenLogprob | None) -> RequestOutput:
         """Appends a sampled token to its sequence, and ends the request if a stop condition is met."""
-        token = sampled.token_id
-        if token is None:
+        if token == NOT_FINITE:
             return self._fail(
                 seq,
                 "The model's output for this request is not finite (NaN or infinity); check its weights and scales.",
             )
         seq.token_ids.append(token)
-        if seq.num_generated == 1:
+        if seq.first_token is None:
             seq.first_token = time.monotonic()
-        text = self._live[seq.request_id][1]
-        if token in seq.params.stop_token_ids:
-            return self._end(seq, "stop", text.end(token), sampled, stop_reason=token)
-        if token in self.eos_ids and not seq.params.ignore_eos:
-            return self._end(seq, "stop", text.end(token), sampled)
+        text = seq.text
+        assert text is not None  # every sequence of an engine has one
+        if token in seq.stop_ids:
+            stop_reason = token if token in seq.params.stop_token_ids else None
+            return self._end(seq, "stop", text.end(token), token, logprob, stop_reason)
         if seq.ban is not None:
             seq.ban.accept(token)
         if seq.matcher is not None and not seq.matcher.accept(token):
             return self._fail(seq, "The grammar became too complex during generation; simplify it.")
-        delta = text.push(token)
+        delta, num_tokens = text.push(token), len(seq.token_ids)
+        is_plain = seq.matcher is None and logprob is None and text.stopped is None and text.failure is None
+        if is_plain and seq.num_prompt + 1 < num_tokens < seq.max_tokens:  # the usual case first
+            num_generated = num_tokens - seq.num_prompt
+            return RequestOutput(
+                seq.request_id, delta, (token,), None, None, seq.num_prompt, num_generated, seq.num_cached
+            )
         if text.failure is not None:
             return self._end(seq, "error", delta, error=text.failure)
         is_complete = seq.matcher is not None and seq.matcher.is_complete
-        has_max_tokens = seq.num_generated == seq.params.max_new_tokens
+        has_max_tokens = num_tokens == seq.max_tokens
         if is_complete or has_max_tokens:
             delta += text.flush()
         if is_complete or text.stopped is not None:
-            return self._end(seq, "stop", delta, sampled, stop_reason=text.stopped)
-        return self._end(seq, "length", delta, sampled) if has_max_tokens else self._output(seq, text, delta, sampled)
+            return self._end(seq, "stop", delta, token, logprob, text.stopped)
+        if has_max_tokens:
+            return self._end(seq, "length", delta, token, logprob)
+        return self._output(seq, text, delta, token, logprob)
 
     def _fail(self, seq: Sequence, message: str) -> RequestOutput:
-        return self._end(seq, "error", self._live[seq.request_id][1].flush(), error=message)
+        return self._end(seq, "error", _text(seq).flush(), error=message)
 
     def _end(
         self,
         seq: Sequence,
         reason: FinishReason,
         delta: str,
-        sampled: Sampled | None = None,
+        token: int | None = None,
+        logprob: TokenLogprob | None = None,
         stop_reason: str | int | None = None,
         error: str | None = None,
     ) -> RequestOutput:
         self.scheduler.finish(seq, reason)
         self.adapters.release(seq.adapter)
         self._finished[reason] += 1
-        text = self._live.pop(seq.request_id)[1]
-        return self._output(seq, text, delta, sampled, stop_reason, error)
+        del self._live[seq.request_id]
+        return self._output(seq, _text(seq), delta, token, logprob, stop_reason, error)
 
     def _output(
         self,
         seq: Sequence,
         text: TextStream,
         delta: str,
-        sampled: Sampled | None,
+        token: int | None,
+        logprob: TokenLogprob | None,
         stop_reason: str | int | None = None,
         error: str | None = None,
     ) -> RequestOutput:
+        num_generated = len(seq.token_ids) - seq.num_prompt
+        has_timing = num_generated == 1 or seq.finish_reason is not None
         return RequestOutput(
             seq.request_id,
             delta,
-            (sampled.token_id,) if sampled and sampled.token_id is not None else (),
-            (sampled.logprob,) if sampled and sampled.logprob else None,
+            () if token is None else (token,),
+            None if logprob is None else (logprob,),
             seq.finish_reason,
             seq.num_prompt,
-            seq.num_generated,
+            num_generated,
             seq.num_cached,
             stop_reason,
             error,
-            _prompt_logprobs(seq),
-            seq.timing() if seq.num_generated == 1 or seq.finish_reason is not None else None,
-            (text.settled,) if sampled and sampled.logprob else (),
+            _prompt_logprobs(seq) if num_generated == 1 else None,
+            seq.timing() if has_timing else None,
+            () if logprob is None else (text.settled,),
         )
 
 
+def _text(seq: Sequence) -> TextStream:
+    assert seq.text is not None  # every sequence of an engine has one
+    return seq.text
+
+
 def _prompt_logprobs(seq: Sequence) -> tuple[TokenLogprob, ...] | None:
-    """Returns the requested log-probabilities of the prompt for the first output, and None for every other output."""
-    is_requested = seq.params.prompt_logprobs is not None and seq.num_generated == 1
-    return tuple(seq.prompt_logprobs) if is_requested else None
+    """Returns the requested log-probabilities of the prompt for the first output."""
+    return None if seq.params.prompt_logprobs is None else tuple(seq.prompt_logprobs)
 
 
 def _join_outputs(outputs: list[RequestOutput]) -> Completion:

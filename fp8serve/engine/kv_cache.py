@@ -63,7 +63,7 @@ class BlockPool:
         for block in shared:
             self._add_reference(block)
         seq.block_table = shared + [self._allocate_block() for _ in range(num_new)]
-        seq.num_computed = len(shared) * self.block_size
+        seq.num_computed = seq.num_launched = len(shared) * self.block_size
         num_full = len(seq.token_ids) // self.block_size
         self._hash_blocks(seq, num_full)
         for key in seq.block_hashes[len(shared) : num_full]:
@@ -84,11 +84,15 @@ class BlockPool:
     def grow(self, seq: Sequence, extra: int = 0, reserve: int = 0) -> bool:
         """Allocates blocks for every token of `seq` and `extra` more tokens. Returns False and changes nothing if new
         blocks are necessary and fewer than `reserve` blocks would remain free."""
-        missing = self._blocks_for(len(seq.token_ids) + extra) - len(seq.block_table)
+        missing = self._blocks_for(seq.num_tokens + extra) - len(seq.block_table)
         if missing > 0 and missing + reserve > self.num_free:
             return False
         seq.block_table += [self._allocate_block() for _ in range(missing)]
         return True
+
+    def needs_block(self, seq: Sequence) -> bool:
+        """Returns whether the tokens of `seq` do not fit in its blocks."""
+        return seq.num_tokens > len(seq.block_table) * self.block_size
 
     def cache_blocks(self, seq: Sequence, start: int = 0) -> None:
         """Adds the full and computed blocks of `seq` to the prefix cache, beginning with the block of token `start`."""
@@ -109,7 +113,7 @@ class BlockPool:
         for key in seq.block_hashes[seq.num_computed // self.block_size :]:
             self._end_progress(seq, key)
         seq.block_table = []
-        seq.num_computed = 0
+        seq.num_computed = seq.num_launched = 0
 
     def num_draft_computed(self, seq: Sequence) -> int:
         """Returns how many tokens at the beginning of `seq` the draft model has computed."""

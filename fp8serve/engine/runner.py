@@ -22,13 +22,14 @@ from fp8serve.engine.adapters import Adapters
 from fp8serve.engine.options import MAX_LORA_RANK, EngineOptions
 from fp8serve.engine.output import TokenLogprob
 from fp8serve.engine.sampling_params import MAX_LOGPROBS
-from fp8serve.engine.scheduler import Work
+from fp8serve.engine.scheduler import StepWork, Work
 from fp8serve.engine.sequence import Sequence
 from fp8serve.engine.step import (
     Buffers,
     Capture,
     CapturedModel,
     CudaCapture,
+    DecodeRows,
     GraphedDecode,
     GraphReport,
     Queries,
@@ -65,6 +66,10 @@ def _bytes(x: Tensor) -> Tensor:
     return x.view(torch.uint8)
 
 
+def _sequences(work: StepWork | list[Work]) -> list[Sequence]:
+    return work.sequences if isinstance(work, StepWork) else [item.seq for item in work]
+
+
 class Runner:
     """A model with its KV cache and its adapters."""
 
@@ -89,28 +94,48 @@ class Runner:
         self._scales = scales
         self.adapters = Adapters(model, max_lora_rank)
         self.graphs: GraphedDecode | None = None
+        self._buffers: Buffers | None = None  # of the graphs
+        self._samples: Tensor | None = None  # the tokens that the step in flight samples
         self._captured_model: CapturedModel | None = None
         self._capture_arguments: tuple[Capture, int, int] | None = None  # of the last call of `use_graphs`
 
     @torch.inference_mode()
-    def run(self, work: list[Work]) -> Tensor:
+    def run(self, work: StepWork | list[Work]) -> Tensor:
         """Computes a step and writes its keys and values to the cache. Returns the logits of all samples in the order
         of `work`, FP32 [samples, vocab]. The next step may overwrite them."""
-        if self.graphs is None or not self.graphs.supports(work) or any(item.seq.adapter for item in work):
-            return self.model.logits(self._hidden_states(work))
-        logits = self.graphs.run(work)
+        rows = self._graph_rows(work)
+        if rows is None or self.graphs is None:
+            return self.model.logits(self._hidden_states(list(work)))
+        logits = self.graphs.run(rows)
         if self._captured_model is not None and not self._captured_model.is_current():
             self.use_graphs(*self._capture_arguments)  # type: ignore[misc]  # not None if there are graphs
-            logits = self.graphs.run(work)
+            logits = self.graphs.run(rows)
         return logits
 
     @torch.inference_mode()
-    def run_scoring(self, work: list[Work]) -> tuple[Tensor, list[tuple[Sequence, list[TokenLogprob]]]]:
+    def keep_samples(self, samples: Tensor) -> None:
+        """Keeps the sampled tokens of the step in flight, int64 [rows], for the next step, which names them by row. A
+        negative one stands for a row that fails."""
+        self._samples = samples
+        if self._buffers is not None:
+            torch.clamp(samples, min=0, out=self._buffers.samples[: len(samples)])
+
+    def _graph_rows(self, work: StepWork | list[Work]) -> DecodeRows | None:
+        """Returns the rows of a step that can be replayed, or None if it cannot."""
+        if self.graphs is None or len(work) > self.graphs.sizes[-1]:
+            return None
+        if self.adapters.is_used and any(seq.adapter is not None for seq in _sequences(work)):
+            return None
+        return DecodeRows.of(work)
+
+    @torch.inference_mode()
+    def run_scoring(self, work: StepWork) -> tuple[Tensor, list[tuple[Sequence, list[TokenLogprob]]]]:
         """Computes a step like `run`. Returns the logits, and the new log-probabilities of the prompts that request
         them."""
-        hidden = self._hidden_states(work)
+        items = list(work)
+        hidden = self._hidden_states(items)
         scores, sample_rows, end = [], list[int](), 0
-        for item in work:
+        for item in items:
             start, end = end, end + item.num_logits
             sample_rows += range(end - item.num_samples, end)
             if positions := item.scored_positions:
@@ -163,12 +188,14 @@ class Runner:
     @torch.inference_mode()
     def use_graphs(self, capture: Capture, max_num_seqs: int, max_model_len: int) -> None:
         """Captures decoding steps, which are replayed from now on. If `capture` raises, no graphs are used."""
-        self.graphs = self._captured_model = None
+        self.graphs = self._captured_model = self._buffers = None
         self._capture_arguments = capture, max_num_seqs, max_model_len
-        buffers = Buffers(max_num_seqs, -(-max_model_len // self.block_size), self.device)
+        buffers = Buffers(max_num_seqs, -(-max_model_len // self.block_size), self.block_size, self.device)
         with self._without_padding_statistics(buffers.live_rows):
-            self.graphs = GraphedDecode(self._compute, capture, buffers, self.block_size)
-        self._captured_model = CapturedModel(self.model)
+            self.graphs = GraphedDecode(self._compute, capture, buffers)
+        self._buffers, self._captured_model = buffers, CapturedModel(self.model)
+        if self._samples is not None:
+            self.keep_samples(self._samples)
 
     def caches(self) -> dict[str, Tensor]:
         """Returns the KV cache by name: "k" and "v", or only "k" if keys and values are the same tensor."""
@@ -215,7 +242,7 @@ class Runner:
     def _hidden_states(self, work: list[Work]) -> Tensor:
         """Runs the model, with the adapter of each sequence, and returns the hidden states of the tokens that need
         logits, [R, hidden]."""
-        step = flatten(work, self.block_size, self.device)
+        step = flatten(work, self.block_size, self.device, self._samples)
         if any(item.seq.adapter is not None for item in work):
             numbers = [NO_ADAPTER if item.seq.adapter is None else item.seq.adapter.number for item in work]
             counts = to_device([item.count for item in work], torch.long, self.device)

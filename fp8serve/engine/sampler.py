@@ -8,24 +8,29 @@ number is a hash of the request's seed and the position of the token, so there i
 on other requests, on the order of arrival or on preemption. Every operation here is exact or works on each row alone.
 
 Each feature that a request uses takes a few passes over [rows, vocab]. A step of 8 rows of 32,000 logits takes, with
-one thread, 0.2 ms if it is greedy, 0.5 ms with a temperature and 0.8 ms with filters. On a GPU, only `_to_host` waits
-for the device, in one copy. Inputs are copied to the device from pinned memory (`step.to_device`), and the device
-itself checks whether the logits are finite.
+one thread, 0.2 ms if it is greedy, 0.5 ms with a temperature and 0.8 ms with filters.
+
+`launch_sampling` does not wait for a GPU, and `Samples.read` waits for one copy. Inputs are copied to the device from
+pinned memory (`step.to_device`), and the device itself checks whether the logits are finite. A decoding step mostly
+samples the same sequences as the step before, so everything that depends only on their parameters is in a
+`SamplingPlan`, which the engine keeps until the sequences change.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import compress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from fp8serve.engine.flights import HostCopy
 from fp8serve.engine.output import TokenLogprob
 from fp8serve.engine.sampling_params import MAX_LOGPROBS, SamplingParams
-from fp8serve.engine.sequence import Sequence
+from fp8serve.engine.sequence import Sequence, Status
 from fp8serve.engine.step import to_device
 from fp8serve.fp8 import ops as ops  # registers the op called below
 
@@ -37,6 +42,9 @@ EARLY_END_LOGIT = -1e30
 ban all other tokens."""
 _keep_allowed = torch.ops.fp8serve.keep_allowed.default
 _sample = torch.ops.fp8serve.sample.default
+
+
+NOT_FINITE = -1  # instead of a token, if the logits of a row are not finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,33 +59,90 @@ class Sampled:
 class _TopLogprobs:
     """The log-probabilities of the rows that requested them, and the best of each row in descending order."""
 
-    rows: list[int]
-    index: Tensor  # int64 [rows]: `rows` on the device
     logprobs: Tensor  # FP32 [rows, vocab]
     top_values: Tensor  # FP32 [rows, MAX_LOGPROBS]
     top_ids: Tensor  # int64 [rows, MAX_LOGPROBS]
 
 
+class SamplingPlan:
+    """The rows of a batch that need each operation, with parameters of the sequences as tensors on the device."""
+
+    sampled_rows: Tensor  # int64, if there are such rows; so are the following
+    logprob_rows: Tensor
+    seed_hashes: list[blake2b]  # of the sampled rows
+    filters: tuple[Tensor, ...]  # temperature, top_k, top_p and min_p of the sampled rows
+
+    def __init__(self, seqs: list[Sequence], device: torch.device) -> None:
+        params = [seq.params for seq in seqs]
+        self.seqs = seqs
+        self.sampled = _rows_where(params, lambda p: not p.is_greedy)
+        self.logprobs = _rows_where(params, lambda p: p.logprobs is not None)
+        self.penalized = _rows_where(params, lambda p: p.has_penalty)
+        self.biased = _rows_where(params, lambda p: bool(p.logit_bias))
+        self.min_tokens = _rows_where(params, lambda p: p.min_tokens > 0)
+        self.banned = [row for row, seq in enumerate(seqs) if seq.ban is not None]
+        self.depends_on_tokens = any(seq.depends_on_tokens for seq in seqs)
+        self.has_grammar = any(seq.matcher is not None for seq in seqs)
+        self.is_plain = not (self.logprobs or self.penalized or self.biased or self.min_tokens or self.banned)
+        if self.logprobs:
+            self.logprob_rows = to_device(self.logprobs, torch.long, device)
+        if self.sampled:
+            self.seed_hashes = [_seed_hash(seqs[row].seed) for row in self.sampled]
+            self.sampled_rows = to_device(self.sampled, torch.long, device)
+            chosen = [params[row] for row in self.sampled]
+            columns = [p.temperature for p in chosen], [p.top_p for p in chosen], [p.min_p for p in chosen]
+            temperature, top_p, min_p = to_device(columns, torch.float64, device)
+            self.filters = temperature, to_device([p.top_k for p in chosen], torch.long, device), top_p, min_p
+
+
+class Samples:
+    """The sampled tokens of a step, of which a copy is on its way to the host."""
+
+    def __init__(self, tokens: Tensor, top: _TopLogprobs | None, plan: SamplingPlan) -> None:
+        self.tokens = tokens  # int64 [rows], on the device
+        self._seqs, self._logprob_rows = plan.seqs, plan.logprobs
+        parts = [tokens]
+        if top is not None:
+            sampled = top.logprobs.gather(1, tokens[plan.logprob_rows][:, None].clamp(min=0))
+            parts += [x.double().view(torch.long).flatten() for x in (sampled, top.top_values)]
+            parts.append(top.top_ids.flatten())
+        self._sizes = [len(part) for part in parts]
+        self._copy = HostCopy(tokens if top is None else torch.cat(parts))
+
+    def read(self) -> tuple[list[int], Mapping[int, TokenLogprob]]:
+        """Waits for the copy. Returns the token of each row, or NOT_FINITE, and the requested log-probabilities by
+        row."""
+        tokens, *rest = self._copy.read().split_with_sizes(self._sizes)
+        ids = tokens.tolist()
+        return ids, _unpack_logprobs(self._logprob_rows, ids, rest, self._seqs) if rest else {}
+
+
 @torch.inference_mode()
-def sample(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ...], mask: "Mask | None" = None) -> list[Sampled]:
-    """Samples one token for each sequence from its logits, FP32 [sequences, vocab]. `mask` covers the sequences that
-    have a grammar. Overwrites `logits`."""
-    is_finite = logits.amax(-1).isfinite()
+def launch_sampling(
+    logits: Tensor, plan: SamplingPlan, eos_ids: tuple[int, ...], mask: "Mask | None" = None
+) -> Samples:
+    """Samples one token for each sequence of the plan from its logits, FP32 [sequences, vocab]. `mask` covers the
+    sequences that have a grammar. Overwrites `logits`. Does not wait for a GPU."""
+    best = logits.max(-1)
+    is_finite = best.values.isfinite()
+    if plan.is_plain and mask is None and not plan.sampled:
+        return Samples(torch.where(is_finite, best.indices, NOT_FINITE), None, plan)
     if _waits_for_device(is_finite) or not is_finite.all():
         logits.masked_fill_(~is_finite[:, None], 0.0)
-    top = _top_logprobs(logits, seqs)
-    _apply_penalties(logits, seqs)
-    _apply_logit_bias(logits, seqs)
-    _ban_bad_words(logits, seqs)
-    _ban_early_end(logits, seqs, eos_ids)
+    top = _top_logprobs(logits, plan)
+    _apply_penalties(logits, plan)
+    _apply_logit_bias(logits, plan)
+    _ban_bad_words(logits, plan)
+    _ban_early_end(logits, plan, eos_ids)
     if mask is not None:
         _apply_grammar(logits, mask)
-    tokens = logits.argmax(-1)
-    if rows := _rows_where(seqs, lambda params: not params.is_greedy):
-        index = to_device(rows, torch.long, logits.device)
-        selected = logits if len(rows) == len(seqs) else logits[index]
-        tokens[index] = _sample_rows(selected, [seqs[row] for row in rows])
-    return _to_host(tokens, is_finite, top, seqs)
+    return Samples(torch.where(is_finite, _choose(logits, plan), NOT_FINITE), top, plan)
+
+
+def sample(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ...], mask: "Mask | None" = None) -> list[Sampled]:
+    """Samples one token for each sequence as `launch_sampling` does, and waits for it."""
+    tokens, logprobs = launch_sampling(logits, SamplingPlan(seqs, logits.device), eos_ids, mask).read()
+    return [Sampled(None if t == NOT_FINITE else t, logprobs.get(row)) for row, t in enumerate(tokens)]
 
 
 def _waits_for_device(x: Tensor) -> bool:
@@ -88,12 +153,25 @@ def _waits_for_device(x: Tensor) -> bool:
 def uniform(seed: int, position: int) -> float:
     """Returns the number in [0, 1) from which the token at `position` is sampled; the first generated token has
     position 0."""
-    digest = blake2b(seed.to_bytes(8, "little") + position.to_bytes(8, "little"), digest_size=8).digest()
-    return float((int.from_bytes(digest, "little") >> 11) * 2.0**-53)
+    return float(_uniforms([_seed_hash(seed)], [position])[0])
 
 
-def _rows_where(seqs: list[Sequence], predicate: Callable[[SamplingParams], bool]) -> list[int]:
-    return list(compress(range(len(seqs)), [predicate(seq.params) for seq in seqs]))
+def _seed_hash(seed: int) -> blake2b:
+    return blake2b(seed.to_bytes(8, "little"), digest_size=8)
+
+
+def _uniforms(seed_hashes: list[blake2b], positions: list[int]) -> NDArray[np.floating[Any]]:
+    """Returns `uniform` for each pair of a seed, which is hashed already, and a position."""
+    digests = []
+    for seed_hash, position in zip(seed_hashes, positions, strict=True):
+        state = seed_hash.copy()
+        state.update(position.to_bytes(8, "little"))
+        digests.append(state.digest())
+    return (np.frombuffer(b"".join(digests), "<u8") >> 11) * 2.0**-53
+
+
+def _rows_where(params: list[SamplingParams], predicate: Callable[[SamplingParams], bool]) -> list[int]:
+    return [row for row, item in enumerate(params) if predicate(item)]
 
 
 def _column(logits: Tensor, values: list[float]) -> Tensor:
@@ -101,13 +179,13 @@ def _column(logits: Tensor, values: list[float]) -> Tensor:
     return to_device(values, logits.dtype, logits.device)[:, None]
 
 
-def _apply_penalties(logits: Tensor, seqs: list[Sequence]) -> None:
+def _apply_penalties(logits: Tensor, plan: SamplingPlan) -> None:
     """Applies the repetition, frequency and presence penalties in place, to the logits of previous tokens only."""
-    pairs = [(row, *pair) for row in _rows_where(seqs, _has_penalty) for pair in _token_counts(seqs[row])]
+    pairs = [(row, *pair) for row in plan.penalized for pair in _token_counts(plan.seqs[row])]
     if not pairs:
         return
     rows, tokens, counts = (to_device(column, torch.long, logits.device) for column in zip(*pairs, strict=True))
-    params = [seq.params for seq in seqs]
+    params = [seq.params for seq in plan.seqs]
     repetition = _column(logits, [p.repetition_penalty for p in params])[rows, 0]
     frequency = _column(logits, [p.frequency_penalty for p in params])[rows, 0]
     presence = _column(logits, [p.presence_penalty for p in params])[rows, 0]
@@ -122,35 +200,33 @@ def _token_counts(seq: Sequence) -> list[tuple[int, int]]:
     return [(token, generated[token]) for token in dict.fromkeys(seq.token_ids)]
 
 
-def _has_penalty(params: SamplingParams) -> bool:
-    return (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1.0, 0.0, 0.0)
-
-
-def _apply_logit_bias(logits: Tensor, seqs: list[Sequence]) -> None:
+def _apply_logit_bias(logits: Tensor, plan: SamplingPlan) -> None:
     """Adds the biases of `logit_bias`, which has each token of a request once."""
-    triples = [(row, *pair) for row, seq in enumerate(seqs) for pair in seq.params.logit_bias]
+    triples = [(row, *pair) for row in plan.biased for pair in plan.seqs[row].params.logit_bias]
     if triples:
         rows, tokens, values = zip(*triples, strict=True)
         index = to_device(rows, torch.long, logits.device), to_device(tokens, torch.long, logits.device)
         logits[index] += to_device(values, logits.dtype, logits.device)
 
 
-def _ban_early_end(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ...]) -> None:
+def _ban_early_end(logits: Tensor, plan: SamplingPlan, eos_ids: tuple[int, ...]) -> None:
     """Bans the tokens that would end the text, while fewer than `min_tokens` are generated."""
     pairs: list[tuple[int, int]] = []
-    for row, seq in enumerate(seqs):
-        if seq.num_generated < seq.params.min_tokens:
-            stop_ids = seq.params.stop_token_ids + (() if seq.params.ignore_eos else eos_ids)
+    for row in plan.min_tokens:
+        params = plan.seqs[row].params
+        if _position(plan.seqs[row]) < params.min_tokens:
+            stop_ids = params.stop_token_ids + (() if params.ignore_eos else eos_ids)
             pairs += [(row, token) for token in stop_ids]
     if pairs:
         rows, tokens = (to_device(column, torch.long, logits.device) for column in zip(*pairs, strict=True))
         logits[rows, tokens] = to_device(EARLY_END_LOGIT, logits.dtype, logits.device)
 
 
-def _ban_bad_words(logits: Tensor, seqs: list[Sequence]) -> None:
+def _ban_bad_words(logits: Tensor, plan: SamplingPlan) -> None:
     """Bans the tokens that would complete a bad word."""
-    for row, seq in enumerate(seqs):
-        if seq.ban is not None:
+    for row in plan.banned:
+        seq = plan.seqs[row]
+        if seq.ban is not None and seq.status is not Status.FINISHED:
             logits[row].index_fill_(0, to_device(seq.ban.tokens(), torch.long, logits.device), -torch.inf)
 
 
@@ -160,52 +236,43 @@ def _apply_grammar(logits: Tensor, mask: "Mask") -> None:
     _keep_allowed(logits, to_device(mask.rows, torch.long, logits.device), allowed)
 
 
-def _sample_rows(logits: Tensor, seqs: list[Sequence]) -> Tensor:
-    """Samples one token for each row, with its temperature and filters."""
-    params = [seq.params for seq in seqs]
-
-    def column(values: list[float], dtype: torch.dtype = torch.float64) -> Tensor:
-        return to_device(values, dtype, logits.device)
-
-    return _sample(  # type: ignore[no-any-return]
-        logits,
-        column([p.temperature for p in params]),
-        column([p.top_k for p in params], torch.int64),
-        column([p.top_p for p in params]),
-        column([p.min_p for p in params]),
-        column([uniform(seq.seed, seq.num_generated) for seq in seqs]),
-    )
+def _choose(logits: Tensor, plan: SamplingPlan) -> Tensor:
+    """Returns the most likely token of each greedy row, and a random token of each other row, int64 [rows]."""
+    if len(plan.sampled) == len(plan.seqs):
+        return _sample_rows(logits, plan)
+    tokens = logits.argmax(-1)
+    if plan.sampled:
+        tokens[plan.sampled_rows] = _sample_rows(logits[plan.sampled_rows], plan)
+    return tokens
 
 
-def _top_logprobs(logits: Tensor, seqs: list[Sequence]) -> _TopLogprobs | None:
+def _sample_rows(logits: Tensor, plan: SamplingPlan) -> Tensor:
+    """Samples one token for each row that is not greedy, with its temperature and filters."""
+    uniforms = _uniforms(plan.seed_hashes, [_position(plan.seqs[row]) for row in plan.sampled])
+    uniform_tensor = to_device(uniforms, torch.float64, logits.device)
+    return _sample(logits, *plan.filters, uniform_tensor)  # type: ignore[no-any-return]
+
+
+def _position(seq: Sequence) -> int:
+    """Returns the position of the sampled token among the generated tokens."""
+    return seq.num_tokens - seq.num_prompt
+
+
+def _top_logprobs(logits: Tensor, plan: SamplingPlan) -> _TopLogprobs | None:
     """Returns the log-probabilities of the rows that requested them, or None if no row did. Call it before penalties
     are applied to `logits`."""
-    rows = _rows_where(seqs, lambda params: params.logprobs is not None)
-    if not rows:
+    if not plan.logprobs:
         return None
-    index = to_device(rows, torch.long, logits.device)
-    logprobs = torch.log_softmax(logits[index], -1)
+    logprobs = torch.log_softmax(logits[plan.logprob_rows], -1)
     # The same k for every batch: topk's choice among equal values may depend on k, and so on other requests.
     top = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[-1]), -1)
-    return _TopLogprobs(rows, index, logprobs, top.values, top.indices)
-
-
-def _to_host(tokens: Tensor, is_finite: Tensor, top: _TopLogprobs | None, seqs: list[Sequence]) -> list[Sampled]:
-    """Copies the results from the device in one transfer, packed as int64. A step waits for the device only here."""
-    parts = [tokens, is_finite.long()]
-    if top is not None:
-        sampled = top.logprobs.gather(1, tokens[top.index][:, None])
-        parts += [x.double().view(torch.long).flatten() for x in (sampled, top.top_values)] + [top.top_ids.flatten()]
-    columns = torch.cat(parts).cpu().split_with_sizes([len(part) for part in parts])
-    logprobs = {} if top is None else _unpack_logprobs(top.rows, columns[0].tolist(), columns[2:], seqs)
-    pairs = zip(columns[0].tolist(), columns[1].tolist(), strict=True)
-    return [Sampled(token, logprobs.get(row)) if finite else Sampled(None) for row, (token, finite) in enumerate(pairs)]
+    return _TopLogprobs(logprobs, top.values, top.indices)
 
 
 def _unpack_logprobs(
-    rows: list[int], tokens: list[int], parts: tuple[Tensor, ...], seqs: list[Sequence]
+    rows: list[int], tokens: list[int], parts: list[Tensor], seqs: list[Sequence]
 ) -> dict[int, TokenLogprob]:
-    """Returns the log-probabilities of each row from the last three parts that `_to_host` packed."""
+    """Returns the log-probabilities of each row from the last three parts that `Samples` packed."""
     sampled, top_values = (part.view(torch.double).view(len(rows), -1).tolist() for part in parts[:2])
     top_ids = parts[2].view(len(rows), -1).tolist()
     result = {}

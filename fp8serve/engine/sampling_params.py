@@ -151,6 +151,11 @@ class SamplingParams:
         return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
 
     @property
+    def has_penalty(self) -> bool:
+        """Whether logits depend on the tokens of the sequence."""
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+
+    @property
     def has_grammar(self) -> bool:
         """Whether one of json_schema, regex and grammar constrains the output."""
         return bool(self.grammar_by_kind)

@@ -20,12 +20,16 @@ of a tenant; within a group it is first come, first served. If the tenant or gro
 sequences than its share, the scheduler preempts a sequence of the tenant or group that runs the most; the preempted
 sequence becomes the next of its own group. No sequence overtakes the head of the waiting queue, so a large request
 cannot be starved by small ones. The head also waits while another sequence computes its prefix (kv_cache.py).
+
+Flights. On a GPU, the engine schedules a step while the device still computes the previous one (flights.py). The
+scheduler needs no values of tokens for that, only their number: a token that a launched step samples is promised. A
+sequence whose last token is promised is not scheduled again. No sequence may be preempted while a step is in flight.
 """
 
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 from fp8serve.engine.kv_cache import BlockPool
 from fp8serve.engine.output import FinishReason
@@ -34,26 +38,30 @@ from fp8serve.engine.sequence import Sequence, Status
 MAX_DRAFT_ROWS = 32  # decoding tokens and drafted tokens of a step; with more rows, drafts cost more than they save
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Work:
     """The tokens of one sequence that a step computes: positions [start, start + count).
 
-    The last of them may be a `draft`: tokens that are not yet part of the sequence.
+    The last of them may be a `draft`: tokens that are not yet part of the sequence. If the only token is promised,
+    `source` is the row of the step in flight that samples it; otherwise it is -1.
     """
 
     seq: Sequence
     start: int
     count: int
     draft: tuple[int, ...] = ()
-
-    @property
-    def token_ids(self) -> list[int]:
-        return [*self.seq.token_ids[self.start : self.start + self.count], *self.draft]
+    source: int = -1
 
     @property
     def needs_sample(self) -> bool:
-        """Whether the work includes the last token of the sequence, so that a new token is sampled."""
-        return self.start + self.count == len(self.seq.token_ids) + len(self.draft)
+        """Whether the work includes the last token of the sequence, so that a new token is sampled. This holds until
+        the step lands."""
+        return self.source >= 0 or self.start + self.count == len(self.seq.token_ids) + len(self.draft)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens; a promised one is 0 until the device replaces it."""
+        return [0] if self.source >= 0 else [*self.seq.token_ids[self.start : self.start + self.count], *self.draft]
 
     @property
     def num_samples(self) -> int:
@@ -75,6 +83,36 @@ class Work:
         return len(self.scored_positions) + self.num_samples
 
 
+@dataclass(slots=True)
+class StepWork:
+    """The work of one step: sequences that decode one token each, without a draft, and then `others`. Decoding
+    sequences are lists, because a step has many of them and an object for each would take longer than their work.
+
+    Iteration yields the `Work` of all sequences.
+    """
+
+    decodes: list[Sequence] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)  # of the token that each of `decodes` computes
+    sources: list[int] = field(default_factory=list)  # of the tokens, as in `Work`
+    others: list[Work] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.decodes) + len(self.others)
+
+    def __iter__(self) -> Iterator[Work]:
+        for seq, start, source in zip(self.decodes, self.positions, self.sources, strict=True):
+            yield Work(seq, start, 1, source=source)
+        yield from self.others
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [*self.decodes, *(item.seq for item in self.others)]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decodes) + sum(item.count for item in self.others)
+
+
 class WaitingQueue:
     """The waiting sequences. Preempted sequences come first, the oldest of them at the head. Then the tenants take
     turns, and so do the groups of each tenant."""
@@ -82,21 +120,24 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._preempted: deque[Sequence] = deque()
         self._tenants: OrderedDict[str, OrderedDict[tuple[str, str], deque[Sequence]]] = OrderedDict()
+        self._size = 0
 
     def __len__(self) -> int:
-        queues = (queue for groups in self._tenants.values() for queue in groups.values())
-        return len(self._preempted) + sum(map(len, queues))
+        return self._size
 
     def add(self, seq: Sequence) -> None:
+        self._size += 1
         self._group_queue(seq).append(seq)
 
     def add_first(self, seq: Sequence) -> None:
         """Adds a sequence that was preempted for fairness, as the next of its group."""
+        self._size += 1
         self._group_queue(seq).appendleft(seq)
 
     def add_preempted(self, seq: Sequence) -> None:
         """Adds a sequence that was preempted for its blocks. Sequences are preempted from the youngest to the
         oldest."""
+        self._size += 1
         self._preempted.appendleft(seq)
 
     def head(self) -> Sequence | None:
@@ -116,6 +157,7 @@ class WaitingQueue:
 
     def pop(self) -> None:
         """Removes the head of the queue. Its tenant, and its group within the tenant, become the last in turn."""
+        self._size -= 1
         if self._preempted:
             self._preempted.popleft()
             return
@@ -128,6 +170,7 @@ class WaitingQueue:
             self._tenants[tenant] = groups
 
     def remove(self, seq: Sequence) -> None:
+        self._size -= 1
         if seq in self._preempted:
             self._preempted.remove(seq)
             return
@@ -159,8 +202,9 @@ def _interleave(seqs: Iterable[Sequence], owner: Callable[[Sequence], Hashable])
 
 
 class Scheduler:
-    """Owns the waiting and running sequences and the block pool. For each step the engine calls `schedule`, computes
-    the work, and calls `advance`."""
+    """Owns the waiting and running sequences and the block pool. For each step the engine calls `schedule`, launches
+    the work, and calls `launch`; when the sampled tokens have arrived, it calls `advance`. Between the two, it may
+    schedule and launch one more step."""
 
     def __init__(self, pool: BlockPool, max_num_seqs: int, max_batch_tokens: int, max_prefill_tokens: int) -> None:
         self.pool = pool
@@ -173,40 +217,73 @@ class Scheduler:
         self.num_prefix_queried = 0  # tokens of admitted sequences
         self.num_prefix_hits = 0  # those of them that were in the prefix cache
         self.num_restored_hits = 0  # those of the hits that an earlier process computed
+        self._is_fair = True  # no waiting sequence is below its share, and nothing has changed since this was checked
 
     def has_work(self) -> bool:
         return bool(self.running) or len(self.waiting) > 0
 
     def add(self, seq: Sequence) -> None:
+        self._is_fair = False
         self.waiting.add(seq)
 
-    def schedule(self) -> list[Work]:
-        """Returns the work of the next step, which is empty only if there is no sequence."""
+    def may_preempt(self) -> bool:
+        """Returns whether the next `schedule` may preempt a sequence. No step may be in flight then."""
+        if self._find_victim() is not None:
+            return True
+        free = self.pool.num_free
+        return free < len(self.running) and free < sum(self.pool.needs_block(seq) for seq in self.running)
+
+    def schedule(self) -> StepWork:
+        """Returns the work of the next step. It is empty if there is no sequence, or if all sequences wait for tokens
+        of the step in flight."""
         self._preempt_for_fairness()
         preemptions = self.num_preemptions
-        decodes = self._decodes()
-        budget = self.max_batch_tokens - len(decodes)
-        if decodes:
+        work, prompts = self._decodes()
+        budget = self.max_batch_tokens - len(work.decodes)
+        if work.decodes:
             budget = min(budget, self.max_prefill_tokens)
-        chunks = self._chunks(budget)
-        if self.num_preemptions == preemptions:
+        chunks = self._chunks(prompts, budget)
+        if self.num_preemptions == preemptions and self.waiting:
             chunks += self._admissions(budget - sum(item.count for item in chunks))
-        remaining = self.max_batch_tokens - sum(item.count for item in decodes + chunks)
-        return self._add_drafts(decodes, min(remaining, MAX_DRAFT_ROWS - len(decodes))) + chunks
+        remaining = self.max_batch_tokens - len(work.decodes) - sum(item.count for item in chunks)
+        self._add_drafts(work, min(remaining, MAX_DRAFT_ROWS - len(work.decodes)))
+        work.others += chunks
+        return work
 
-    def advance(self, work: list[Work]) -> None:
-        """Records that `work` was computed. Call this before the sampled tokens are appended to the sequences."""
-        for item in work:
-            item.seq.num_computed += item.count - len(item.draft)
-            self.pool.cache_blocks(item.seq, item.start)
+    def launch(self, work: StepWork) -> None:
+        """Records that `work` is computed from now on, and so that a token is promised to each sampled sequence."""
+        for row, seq in enumerate(work.decodes):
+            seq.num_launched += 1
+            seq.sample_row = row
+        row = len(work.decodes)
+        for item in work.others:
+            item.seq.num_launched += item.count - len(item.draft)
+            item.seq.sample_row = row
+            row += item.num_samples
+
+    def advance(self, work: StepWork) -> None:
+        """Records that launched work was computed. Call this before the sampled tokens are appended to the sequences.
+        Sequences that have finished in the meantime are left as they are."""
+        size, finished = self.pool.block_size, Status.FINISHED
+        for seq, position in zip(work.decodes, work.positions, strict=True):
+            if seq.status is not finished:
+                seq.num_computed = end = position + 1
+                if end % size == 0:
+                    self.pool.cache_blocks(seq, position)
+        for item in work.others:
+            if item.seq.status is not finished:
+                item.seq.num_computed += item.count - len(item.draft)
+                self.pool.cache_blocks(item.seq, item.start)
 
     def accept_drafted_token(self, seq: Sequence) -> None:
         """Records that the last token of `seq` is a drafted token, which is computed already."""
-        seq.num_computed += 1
+        seq.num_computed = seq.num_launched = seq.num_computed + 1
         self.pool.cache_blocks(seq, seq.num_computed - 1)
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
-        """Ends a waiting or running sequence and frees its blocks."""
+        """Ends a waiting or running sequence and frees its blocks. If a step in flight still computes the sequence,
+        later steps that get the blocks write to them after it."""
+        self._is_fair = False
         if seq.status is Status.RUNNING:
             self.running.remove(seq)
         elif seq.status is not Status.FINISHED:
@@ -214,21 +291,33 @@ class Scheduler:
         self.pool.release(seq)
         seq.status, seq.finish_reason = Status.FINISHED, reason
 
-    def _decodes(self) -> list[Work]:
-        decoding = [seq for seq in self.running if seq.num_pending == 1]
-        return [Work(seq, seq.num_computed, 1) for seq in decoding if self._grow(seq)]
+    def _decodes(self) -> tuple[StepWork, list[Sequence]]:
+        """Returns the work of the decoding sequences, and the running sequences whose prompt is not fully computed."""
+        decodes, prompts, size = list[Sequence](), list[Sequence](), self.pool.block_size
+        for seq in self.running:  # preempting ends the list at this sequence or after it
+            start, known = seq.num_launched, len(seq.token_ids)
+            if start + 1 < known:
+                prompts.append(seq)
+            elif start >= known and start + 1 >= seq.max_tokens:
+                continue  # its last token is promised
+            elif start % size or self._grow(seq):  # only the first token of a block needs a new one
+                decodes.append(seq)
+        positions = [seq.num_launched for seq in decodes]
+        sources = [seq.sample_row if seq.num_launched >= len(seq.token_ids) else -1 for seq in decodes]
+        return StepWork(decodes, positions, sources), prompts
 
-    def _add_drafts(self, decodes: list[Work], max_tokens: int) -> list[Work]:
-        """Adds drafts of up to `max_tokens` tokens in all to `decodes`. Every sequence gets an equal share, and the
-        sequences after it get what it does not use."""
-        if max_tokens <= 0 or all(item.seq.drafter is None for item in decodes):
-            return decodes
-        result: list[Work] = []
-        for item in decodes:
-            draft = self._draft(item.seq, max_tokens // (len(decodes) - len(result)), len(decodes))
-            result.append(replace(item, count=1 + len(draft), draft=draft))
+    def _add_drafts(self, work: StepWork, max_tokens: int) -> None:
+        """Adds drafts of up to `max_tokens` tokens in all to the decoding sequences. Every sequence gets an equal
+        share, and the sequences after it get what it does not use."""
+        if max_tokens <= 0 or all(seq.drafter is None for seq in work.decodes):
+            return
+        items, rows = list[Work](), len(work.decodes)
+        for seq in work.decodes:
+            draft = self._draft(seq, max_tokens // (rows - len(items)), rows)
+            items.append(Work(seq, seq.num_computed, 1 + len(draft), draft))
             max_tokens -= len(draft)
-        return result
+        if any(item.draft for item in items):
+            work.decodes, work.positions, work.sources, work.others = [], [], [], items
 
     def _draft(self, seq: Sequence, max_tokens: int, rows: int) -> tuple[int, ...]:
         """Returns a draft for `seq`, not longer than its remaining tokens. No sequence is preempted for a draft."""
@@ -248,6 +337,7 @@ class Scheduler:
         return seq.status is Status.RUNNING
 
     def _preempt(self, seq: Sequence) -> None:
+        self._is_fair = False
         self.running.remove(seq)
         self.pool.release(seq)
         seq.status = Status.PREEMPTED
@@ -256,15 +346,25 @@ class Scheduler:
     def _preempt_for_fairness(self) -> None:
         """Moves the first waiting sequence whose tenant or group is below its share to the head of the queue, and
         preempts a sequence for it if there is no room."""
+        if (pair := self._find_victim()) is not None:
+            seq, victim = pair
+            self.waiting.promote(seq)
+            if not self._has_room(seq):
+                self._preempt(victim)
+                self.waiting.add_first(victim)
+
+    def _find_victim(self) -> tuple[Sequence, Sequence] | None:
+        """Returns the first waiting sequence whose tenant or group is below its share, and the sequence to preempt for
+        it. Returns None if there is no such sequence."""
+        if self._is_fair or not self.waiting:
+            return None
         tenants = Counter(seq.tenant for seq in self.running)
         groups = Counter(seq.group for seq in self.running)
         for seq in self.waiting.group_heads():
             if (victim := self._victim_for(seq, tenants, groups)) is not None:
-                self.waiting.promote(seq)
-                if not self._has_room(seq):
-                    self._preempt(victim)
-                    self.waiting.add_first(victim)
-                return
+                return seq, victim
+        self._is_fair = True
+        return None
 
     def _has_room(self, seq: Sequence) -> bool:
         return len(self.running) < self.max_num_seqs and self.pool.can_allocate(seq, reserve=len(self.running))
@@ -289,10 +389,10 @@ class Scheduler:
         """Returns the youngest sequence of the tenant's largest group."""
         return max((s for s in reversed(self.running) if s.tenant == tenant), key=lambda s: groups[s.group])
 
-    def _chunks(self, budget: int) -> list[Work]:
+    def _chunks(self, prompts: list[Sequence], budget: int) -> list[Work]:
         """Schedules the next chunk of every partly computed prompt, up to `budget` tokens in all."""
         work: list[Work] = []
-        for seq in round_robin(seq for seq in self.running if seq.num_pending > 1):
+        for seq in round_robin(prompts):
             if budget > 0:
                 work.append(self._chunk(seq, budget))
                 budget -= work[-1].count
@@ -307,7 +407,7 @@ class Scheduler:
         return work
 
     def _chunk(self, seq: Sequence, budget: int) -> Work:
-        return Work(seq, seq.num_computed, min(seq.num_pending, budget))
+        return Work(seq, seq.num_launched, min(seq.num_pending, budget))
 
     def _admit_next(self) -> Sequence | None:
         """Admits the head of the waiting queue and returns it, or returns None if it must wait."""
@@ -317,6 +417,7 @@ class Scheduler:
         # reserves a block for each running sequence, which would otherwise soon preempt the admitted one
         if not self.pool.allocate(seq, reserve=len(self.running)):
             return None
+        self._is_fair = False
         self.waiting.pop()
         self.running.append(seq)
         if seq.status is Status.WAITING:

@@ -15,6 +15,7 @@ from fp8serve.engine.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from fp8serve.engine.adapters import LoadedAdapter
     from fp8serve.engine.grammar import Matcher  # only as a type, because the tests on a GPU have no llguidance
+    from fp8serve.engine.text import TextStream
 
 
 class Status(Enum):
@@ -42,10 +43,12 @@ class Sequence:
     request: Request
     token_ids: list[int]  # the prompt, then the generated tokens
     seed: int  # random if the request has none
+    stop_ids: frozenset[int] = frozenset()  # tokens that end the text
     matcher: "Matcher | None" = None  # if the request has a grammar
     ban: Ban | None = None  # if the request has bad words
     drafter: Drafter | None = None  # if tokens are drafted
     adapter: "LoadedAdapter | None" = None  # if the request names an adapter
+    text: "TextStream | None" = None  # in the engine
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of prompt tokens 1, 2, ...
     arrived: float = field(default_factory=time.monotonic)  # when the engine process received the request
     first_token: float | None = None  # when the first token was generated
@@ -53,11 +56,27 @@ class Sequence:
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     num_computed: int = 0  # tokens whose keys and values are in the KV cache
+    num_launched: int = 0  # tokens that are computed or that a step in flight computes (flights.py)
+    sample_row: int = 0  # the row of the last launched step that samples a token of this sequence
     num_cached: int = 0  # tokens that were in the prefix cache when the sequence was first admitted
     admitted: float | None = None  # when the sequence was first admitted
     # the block pool writes the following fields
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks
+    # copied from the request, because every step reads them
+    request_id: str = field(init=False)
+    params: SamplingParams = field(init=False)
+    num_prompt: int = field(init=False)
+    max_tokens: int = field(init=False)  # of the prompt and the completion
+    tenant: str = field(init=False)
+    group: tuple[str, str] = field(init=False)  # the tenant and the group; a request without a group is its own group
+
+    def __post_init__(self) -> None:
+        request = self.request
+        self.request_id = request.request_id
+        self.params, self.tenant, self.num_prompt = request.params, request.tenant, len(request.prompt_token_ids)
+        self.max_tokens = self.num_prompt + request.params.max_new_tokens
+        self.group = request.tenant, request.group or request.request_id
 
     @classmethod
     def of(cls, request: Request) -> "Sequence":
@@ -82,27 +101,6 @@ class Sequence:
         return b"" if self.adapter is None else self.adapter.digest
 
     @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
-    def tenant(self) -> str:
-        return self.request.tenant
-
-    @property
-    def group(self) -> tuple[str, str]:
-        """The tenant and the group of the request; a request without a group is a group of its own."""
-        return self.request.tenant, self.request.group or self.request.request_id
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.request.params
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt_token_ids)
-
-    @property
     def num_generated(self) -> int:
         return len(self.token_ids) - self.num_prompt
 
@@ -114,6 +112,22 @@ class Sequence:
         return self.num_prompt - 1 - len(self.prompt_logprobs)
 
     @property
+    def num_promised(self) -> int:
+        """The number of tokens that steps in flight sample, and that are not in token_ids yet. A step that computes the
+        last token samples the next one."""
+        return max(0, self.num_launched + 1 - len(self.token_ids))
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens, including promised ones."""
+        return max(len(self.token_ids), self.num_launched + 1)
+
+    @property
+    def depends_on_tokens(self) -> bool:
+        """Whether the next token cannot be sampled before the values of all previous tokens are known."""
+        return self.matcher is not None or self.ban is not None or self.params.has_penalty
+
+    @property
     def num_pending(self) -> int:
-        """The number of tokens whose keys and values are not computed yet: 1 while decoding."""
-        return len(self.token_ids) - self.num_computed
+        """The number of tokens whose computation is not launched yet: 1 while decoding."""
+        return self.num_tokens - self.num_launched

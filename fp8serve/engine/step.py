@@ -17,9 +17,13 @@ same buffers. Other batches are padded with copies of their first sequence, whos
 -1). A copy computes the same values as that sequence, so it changes no amax, and `live_rows` excludes it from counters.
 
 Buffers. The integers of a step are in pinned host memory and in a copy of it on the device. All batch sizes use the
-first rows of the same buffers. The block table has the width of the longest possible sequence. Its rows are only
-written if they have changed since the last step. All captures allocate from one memory pool, the largest first, so that
-the smaller ones reuse its memory.
+first rows of the same buffers. There are two pinned buffers, because a step may be prepared while the copy of the
+previous one is still queued. Block tables stay on the device, with the width of the longest possible sequence, and only
+their new entries are sent. A graph begins by gathering its rows of them. All captures allocate from one memory pool,
+the largest first, so that the smaller ones reuse its memory.
+
+Promised tokens. If the previous step is still in flight (flights.py), the host does not know the tokens that it
+samples. So the device keeps the sampled tokens, and a step names the row of each promised token (`sources`).
 
 Validity. A graph reads the memory that was captured, so it sees new values in this memory but no tensor or module that
 was replaced. `CapturedModel` checks for replacements while the device computes. If it finds one, all sizes are captured
@@ -30,18 +34,23 @@ reason). Graphs run the same kernels, so logits have the same bits with and with
 """
 
 import itertools
+import operator
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fp8serve.engine.defaults import graph_sizes
-from fp8serve.engine.scheduler import Work
+from fp8serve.engine.flights import PinnedBuffer
+from fp8serve.engine.scheduler import StepWork, Work
 
+IntArray = NDArray[np.int64]
 NUM_WARM_UPS = 2  # runs before a capture, in which libraries load kernels and allocate workspace
 
 
@@ -66,47 +75,62 @@ class StepTensors:
     last_queries: Queries  # of the tokens in `last`
 
 
-def flatten(work: list[Work], block_size: int, device: torch.device) -> StepTensors:
-    """Converts the work of a step to tensors."""
-    token_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    starts, last = [0], list[int]()
-    for item in work:
-        span = range(item.start, item.start + item.count)
-        table = item.seq.block_table
-        token_ids += item.token_ids
-        positions += span
-        slots += [table[i // block_size] * block_size + i % block_size for i in span]
-        starts.append(len(token_ids))
-        last += range(len(token_ids) - item.num_logits, len(token_ids))
-
-    id_tensor, position_tensor, slot_tensor, last_tensor = _copy_lists(
-        [token_ids, positions, slots, last], torch.long, device
+def flatten(work: Sequence[Work], block_size: int, device: torch.device, samples: Tensor | None = None) -> StepTensors:
+    """Converts the work of a step to tensors. `samples` are the tokens that the step in flight samples, int64 [rows] on
+    the device. A negative one stands for a row that fails, and becomes 0."""
+    counts = [item.count for item in work]
+    starts = [0, *itertools.accumulate(counts)]
+    token_ids = list(itertools.chain.from_iterable(item.token_ids for item in work))
+    positions = np.arange(starts[-1]) + np.repeat(
+        [item.start - start for item, start in zip(work, starts[:-1], strict=True)], counts
     )
-    queries = _queries(work, starts, device)
+    tables, lengths = _pad_tables(work), [item.start + item.count for item in work]
+    rows = np.repeat(np.arange(len(work)), counts)
+    slots = tables[rows, positions // block_size] * block_size + positions % block_size
+    num_logits = [item.num_logits for item in work]
+    last = [i for end, n in zip(starts[1:], num_logits, strict=True) for i in range(end - n, end)]
+    promised = [start for start, item in zip(starts[:-1], work, strict=True) if item.source >= 0]
+    sources = [item.source for item in work if item.source >= 0]
+
+    id_tensor, position_tensor, slot_tensor, last_tensor, promised_tensor, source_tensor = _copy_arrays(
+        [token_ids, positions, slots, last, promised, sources], torch.long, device
+    )
+    if promised and samples is not None:
+        id_tensor.index_copy_(0, promised_tensor, samples.index_select(0, source_tensor).clamp(min=0))
+    queries = _queries(starts, lengths, tables, device)
     if len(last) == len(token_ids):
         return StepTensors(id_tensor, position_tensor, slot_tensor, queries, None, queries)
-    with_logits = [item for item in work if item.num_logits]
-    last_starts = [0, *itertools.accumulate(item.num_logits for item in with_logits)]
-    last_queries = _queries(with_logits, last_starts, device)
+    with_logits = [row for row, n in enumerate(num_logits) if n]
+    last_queries = _queries(
+        [0, *itertools.accumulate(num_logits[row] for row in with_logits)],
+        [lengths[row] for row in with_logits],
+        tables[with_logits, : max((len(work[row].seq.block_table) for row in with_logits), default=0)],
+        device,
+    )
     return StepTensors(id_tensor, position_tensor, slot_tensor, queries, last_tensor, last_queries)
 
 
-def _queries(work: list[Work], starts: list[int], device: torch.device) -> Queries:
-    """Describes queries at the end of each item of `work`. `starts` are their offsets."""
+def _pad_tables(work: Sequence[Work]) -> IntArray:
+    """Returns the block tables of `work`, padded with 0 to equal lengths."""
     width = max((len(item.seq.block_table) for item in work), default=0)
-    tables = [item.seq.block_table + [0] * (width - len(item.seq.block_table)) for item in work]
-    lengths = [item.start + item.count for item in work]
-    blocks = list(itertools.chain.from_iterable(tables))
-    query_starts, context_lens, block_tables = _copy_lists([starts, lengths, blocks], torch.int32, device)
-    return Queries(query_starts, context_lens, block_tables.view(len(work), width))
+    tables = np.zeros((len(work), width), np.int64)
+    for row, item in enumerate(work):
+        tables[row, : len(item.seq.block_table)] = item.seq.block_table
+    return tables
 
 
-def _copy_lists(lists: list[list[int]], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """Copies several lists to the device in one transfer. Returns a tensor for each."""
-    joined = to_device(list(itertools.chain.from_iterable(lists)), dtype, device)
-    return joined.split_with_sizes([len(part) for part in lists])
+def _queries(starts: list[int], lengths: list[int], tables: IntArray, device: torch.device) -> Queries:
+    """Describes queries at the end of each sequence. `starts` are their offsets."""
+    arrays = _copy_arrays([starts, lengths, tables.ravel()], torch.int32, device)
+    return Queries(arrays[0], arrays[1], arrays[2].view(tables.shape))
+
+
+def _copy_arrays(
+    arrays: Sequence[list[int] | IntArray], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, ...]:
+    """Copies several lists and arrays to the device in one transfer. Returns a tensor for each."""
+    joined = np.concatenate([np.asarray(array, np.int64) for array in arrays])
+    return to_device(joined, dtype, device).split_with_sizes([len(array) for array in arrays])
 
 
 def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -181,65 +205,142 @@ class CapturedModel:
         return all(tensor.data_ptr() == address for tensor, address in self._addresses)
 
 
+@dataclass(slots=True)
+class DecodeRows:
+    """A step in which every sequence decodes one token, as lists with an entry for each."""
+
+    tables: list[list[int]]  # the block tables
+    positions: list[int]
+    tokens: list[int]  # those that are promised are 0
+    sources: list[int]  # the row of a promised token in the step in flight, and -1 for another token
+
+    @classmethod
+    def of(cls, work: StepWork | Sequence[Work]) -> "DecodeRows | None":
+        """Returns the rows of `work`, or None if it has other work than one token of each sequence."""
+        others = work.others if isinstance(work, StepWork) else work
+        if not all(item.count == 1 and item.needs_sample for item in others):
+            return None
+        if others or not isinstance(work, StepWork):
+            items = list(work)
+            tables, positions = [item.seq.block_table for item in items], [item.start for item in items]
+            return cls(tables, positions, [item.token_ids[0] for item in items], [item.source for item in items])
+        seqs, sources = work.decodes, work.sources
+        tokens = [0] * len(seqs)
+        if min(sources) < 0:
+            rows = zip(seqs, work.positions, sources, strict=True)
+            tokens = [seq.token_ids[position] if source < 0 else 0 for seq, position, source in rows]
+        return cls([seq.block_table for seq in seqs], work.positions, tokens, sources)
+
+
 class Buffers:
     """The inputs of a decoding step of up to `rows` sequences with up to `width` blocks each, on host and device."""
 
-    def __init__(self, rows: int, width: int, device: torch.device) -> None:
-        self.rows, self.width = rows, width
-        pinned = device.type == "cuda"
-        # int64: token ids, positions and slots [rows] each, then the number of live rows
-        self._int64 = torch.zeros(3 * rows + 1, dtype=torch.long, pin_memory=pinned)
-        # int32: context lengths [rows], then block tables [rows, width]
-        self._int32 = torch.zeros(rows + rows * width, dtype=torch.int32, pin_memory=pinned)
-        self._device_int64 = torch.empty_like(self._int64, device=device)
-        self._device_int32 = torch.empty_like(self._int32, device=device)
-        self._int64[2 * rows : 3 * rows] = -1  # during a capture, every row attends to one key and writes none
-        self._int32[:rows] = 1
-        self._device_int64.copy_(self._int64)
-        self._device_int32.copy_(self._int32)
+    NUM_COLUMNS = 5  # int64 [rows] each: token ids, sources, positions, slots, places
+
+    def __init__(self, rows: int, width: int, block_size: int, device: torch.device) -> None:
+        self.rows, self.width, self._block_size = rows, width, block_size
+        # The number of live rows follows the columns, and then the context lengths, int32 [rows].
+        nbytes = 8 * (self.NUM_COLUMNS * rows + 1) + 4 * rows
+        self._host = [PinnedBuffer(nbytes, device) for _ in range(2)]
+        # the samples of the previous step, int64 [rows], and then a copy of a host buffer
+        device_bytes = torch.zeros(8 * rows + nbytes, dtype=torch.uint8, device=device)
+        self.samples = device_bytes[: 8 * rows].view(torch.long)
+        self._inputs = device_bytes[8 * rows :]
+        int64, self._context_lens = self._views(self._inputs)
+        self._candidates = device_bytes[: 16 * rows].view(torch.long)  # samples, then token ids of the host
+        self._columns = int64[:-1].view(self.NUM_COLUMNS, rows)
+        self.live_rows = int64[-1]  # int64 []: the number of rows that are not padding
+        self._columns[3].fill_(-1)  # during a capture, every row attends to one key and writes none
+        self._context_lens.fill_(1)
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        self._tables = self._int32.numpy()[rows:].reshape(rows, width)
-        self._written: list[tuple[list[int], int]] = [([], 0)] * rows  # of each row, the block table and its length
-        self.live_rows = self._device_int64[-1]  # int64 []: the number of rows that are not padding
+        # A block table keeps its place on the device until another one needs the place.
+        self._tables = torch.zeros((rows, width), dtype=torch.int32, device=device)
+        self._owners: list[list[int] | None] = [None] * rows  # of each place, the block table
+        self._place_of: dict[int, int] = {}  # by the id of a block table, which `_owners` keeps alive
+        self._num_sent = np.zeros(rows, np.int64)  # of each place, the entries on the device
+        # of the rows of the last step
+        self._row_tables: list[list[int]] = []
+        self._row_places = self._row_indices = self._row_blocks = np.zeros(0, np.int64)
 
-    def tensors(self, size: int) -> StepTensors:
-        """Returns the device tensors that a step of `size` rows reads. They are the same memory at every call."""
-        token_ids, positions, slots = (self._device_int64[i * self.rows :][:size] for i in range(3))
-        tables = self._device_int32[self.rows :].view(self.rows, self.width)[:size]
-        queries = Queries(self._starts[: size + 1], self._device_int32[:size], tables)
-        return StepTensors(token_ids, positions, slots, queries, None, queries)
+    def _views(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the int64 part and the int32 part of a buffer."""
+        end = 8 * (self.NUM_COLUMNS * self.rows + 1)
+        return buffer[:end].view(torch.long), buffer[end:].view(torch.int32)
 
-    def fill(self, work: Sequence[Work], size: int, block_size: int) -> None:
-        """Copies the inputs of `work`, one token of each sequence, padded to `size` rows. Does not wait for the
-        device."""
-        int64, int32, rows = self._int64.numpy(), self._int32.numpy(), self.rows
-        padded = [*work, *[work[0]] * (size - len(work))]
-        positions = [item.start for item in padded]
-        int64[:size] = [item.seq.token_ids[item.start] for item in padded]
-        int64[rows : rows + size] = positions
-        int64[2 * rows : 2 * rows + size] = _slots(work, size, block_size)
-        int64[-1] = len(work)
-        int32[:size] = [position + 1 for position in positions]
-        for row, item in enumerate(padded):
-            self._write_table(row, item.seq.block_table)
-        self._device_int64.copy_(self._int64, non_blocking=True)
-        used = rows + size * self.width
-        self._device_int32[:used].copy_(self._int32[:used], non_blocking=True)
+    def gather(self, size: int) -> StepTensors:
+        """Returns the tensors of a step of `size` rows, on the device. A graph captures these ops."""
+        _, sources, positions, slots, places = self._columns[:, :size]
+        tables = self._tables.index_select(0, places)
+        queries = Queries(self._starts[: size + 1], self._context_lens[:size], tables)
+        return StepTensors(self._candidates.index_select(0, sources), positions, slots, queries, None, queries)
 
-    def _write_table(self, row: int, table: list[int]) -> None:
-        """Writes the new blocks of a block table. If `table` is the list that the row has, it can only have grown
-        (kv_cache.py). Entries after its end are never read."""
-        written_table, written = self._written[row]
-        start = written if written_table is table else 0
-        if start < len(table):
-            self._tables[row, start : len(table)] = table[start:]
-            self._written[row] = table, len(table)
+    def fill(self, inputs: DecodeRows, size: int) -> None:
+        """Copies the inputs of a step to the device, padded to `size` rows with copies of the first row. Does not wait
+        for the device."""
+        live, rows = len(inputs.positions), self.rows
+        positions = np.array(inputs.positions)
+        blocks = self._update_tables(inputs.tables, positions)
+        buffer = self._host[0]
+        self._host.reverse()
+        int64, int32 = (view.numpy() for view in self._views(buffer.begin()))
+        columns = int64[:-1].reshape(self.NUM_COLUMNS, rows)
+        columns[0, :live] = inputs.tokens
+        sources = np.array(inputs.sources)
+        columns[1, :live] = np.where(sources < 0, np.arange(rows, rows + live), sources)
+        columns[2, :live] = positions
+        columns[3, :live] = blocks * self._block_size + positions % self._block_size
+        columns[4, :live] = self._row_places
+        columns[:, live:size] = columns[:, :1]
+        columns[3, live:size] = -1
+        int64[-1] = live
+        int32[:size] = columns[2, :size] + 1
+        buffer.copy_to(self._inputs)
 
+    def _update_tables(self, tables: list[list[int]], positions: IntArray) -> IntArray:
+        """Sends the new entries of block tables to the device. Returns the block of each row's position.
 
-def _slots(work: Sequence[Work], size: int, block_size: int) -> list[int]:
-    """Returns the slot of each row's key and value, and -1 for padding."""
-    slots = [item.seq.block_table[item.start // block_size] * block_size + item.start % block_size for item in work]
-    return slots + [-1] * (size - len(work))
+        A block table is a list that only grows (kv_cache.py), so its identity tells whether it was sent before.
+        """
+        indices = positions // self._block_size
+        if len(tables) == len(self._row_tables) and all(map(operator.is_, tables, self._row_tables)):
+            changed = np.flatnonzero(indices != self._row_indices)
+            blocks = self._row_blocks
+        else:
+            self._row_tables, self._row_places = tables, self._assign_places(tables)
+            changed, blocks = np.arange(len(tables)), np.zeros(len(tables), np.int64)
+        for row in changed.tolist():
+            blocks[row] = tables[row][indices[row]]
+        self._row_indices, self._row_blocks = indices, blocks
+        self._send_entries([row for row in changed.tolist() if indices[row] >= self._num_sent[self._row_places[row]]])
+        return blocks
+
+    def _assign_places(self, tables: list[list[int]]) -> IntArray:
+        """Returns the place of each block table. A new table takes the place of one that this step does not need."""
+        places = [self._place_of.get(id(table), -1) for table in tables]
+        if min(places) < 0:
+            needed = set(map(id, tables))
+            free = (place for place, owner in enumerate(self._owners) if owner is None or id(owner) not in needed)
+            for row, table in enumerate(tables):
+                if places[row] < 0 and (place := self._place_of.get(id(table), -1)) < 0:
+                    place = next(free)
+                    self._place_of.pop(id(self._owners[place]), None)
+                    self._owners[place], self._place_of[id(table)], self._num_sent[place] = table, place, 0
+                places[row] = self._place_of[id(table)]
+        return np.array(places)
+
+    def _send_entries(self, rows: list[int]) -> None:
+        """Sends the entries of these rows' block tables that the device does not have."""
+        if not rows:
+            return
+        cells, blocks = [], list[int]()
+        for row in rows:
+            place, table = int(self._row_places[row]), self._row_tables[row]
+            start = int(self._num_sent[place])
+            cells.append(np.arange(place * self.width + start, place * self.width + len(table)))
+            blocks += table[start:]
+            self._num_sent[place] = len(table)
+        entries = to_device(np.stack([np.concatenate(cells), np.array(blocks)]), torch.long, self._tables.device)
+        self._tables.view(-1).index_copy_(0, entries[0], entries[1].int())
 
 
 class GraphedDecode:
@@ -248,23 +349,17 @@ class GraphedDecode:
     `compute` maps the tensors of a step to FP32 logits. `capture` is called for each batch size, and may raise.
     """
 
-    def __init__(
-        self,
-        compute: Callable[[StepTensors], Tensor],
-        capture: Capture,
-        buffers: Buffers,
-        block_size: int,
-    ) -> None:
-        self._buffers, self._block_size = buffers, block_size
+    def __init__(self, compute: Callable[[StepTensors], Tensor], capture: Capture, buffers: Buffers) -> None:
+        self._compute, self._buffers = compute, buffers
         self.sizes = graph_sizes(buffers.rows)
-        self._replays = {size: capture(partial(compute, buffers.tensors(size))) for size in reversed(self.sizes)}
+        self._replays = {size: capture(partial(self._run, size)) for size in reversed(self.sizes)}
 
-    def supports(self, work: Sequence[Work]) -> bool:
-        """Returns whether every sequence decodes one token, and a captured batch size is large enough."""
-        return len(work) <= self.sizes[-1] and all(item.count == 1 and item.needs_sample for item in work)
-
-    def run(self, work: Sequence[Work]) -> Tensor:
+    def run(self, rows: DecodeRows) -> Tensor:
         """Returns the logits [sequences, vocab], in a buffer that the next step overwrites."""
-        size = self.sizes[bisect_left(self.sizes, len(work))]
-        self._buffers.fill(work, size, self._block_size)
-        return self._replays[size]()[: len(work)]
+        live = len(rows.positions)
+        size = self.sizes[bisect_left(self.sizes, live)]
+        self._buffers.fill(rows, size)
+        return self._replays[size]()[:live]
+
+    def _run(self, size: int) -> Tensor:
+        return self._compute(self._buffers.gather(size))

@@ -6,7 +6,6 @@ if one character completes several, the longest counts. So the result does not d
 tokens. This module does not import torch.
 """
 
-from collections.abc import Callable
 from typing import Protocol
 
 from fp8serve.engine.sampling_params import SamplingParams
@@ -37,9 +36,14 @@ class TextStream:
     def push(self, token_id: int) -> str:
         """Appends a token and returns the text that can be released."""
         self._min_tokens_left -= 1
-        delta = self._decode(lambda tokens: tokens.push(token_id))
+        delta = ""
+        if self._tokens is not None and self.failure is None:
+            try:
+                delta = self._tokens.push(token_id)
+            except TokenizerError as error:
+                self.failure = str(error)
         self.settled = len(delta)
-        return self._release(delta)
+        return self._release(delta) if self._stop else delta
 
     def end(self, token_id: int) -> str:
         """Returns the remaining text after `token_id`, a stop token or end-of-text, has ended the request."""
@@ -50,15 +54,15 @@ class TextStream:
         """Returns the remaining text after the request has ended for any other reason."""
         if self.stopped is not None:
             return ""
-        text = self._release(self._decode(lambda tokens: tokens.flush()))
+        text = self._release(self._flush_tokens())
         return text if self.stopped is not None else text + self._buffer
 
-    def _decode(self, step: Callable[[TokenStream], str]) -> str:
-        """Runs a step of the tokenizer's stream. Returns no text without a tokenizer or after a failure."""
+    def _flush_tokens(self) -> str:
+        """Returns the tokenizer's remaining text. Returns no text without a tokenizer or after a failure."""
         if self._tokens is None or self.failure is not None:
             return ""
         try:
-            return step(self._tokens)
+            return self._tokens.flush()
         except TokenizerError as error:
             self.failure = str(error)
             return ""

@@ -95,6 +95,7 @@ class Tiny:
             work = scheduler.schedule()
             logits = self.runner.run(work)
             self.logits.append(logits.cpu().clone())
+            scheduler.launch(work)
             scheduler.advance(work)
             chosen = sample(logits, [item.seq for item in work if item.needs_sample], ())
             for item, sampled in zip([item for item in work if item.needs_sample], chosen, strict=True):

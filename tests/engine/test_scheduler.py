@@ -27,6 +27,7 @@ def sequence(
 def run_step(scheduler: Scheduler) -> list[Work]:
     """One step of an engine whose model always says token 7."""
     work = scheduler.schedule()
+    scheduler.launch(work)
     sampled = [item.seq for item in work if item.needs_sample]
     scheduler.advance(work)
     for seq in sampled:
