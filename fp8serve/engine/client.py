@@ -20,7 +20,7 @@ import signal
 import tempfile
 from asyncio.subprocess import Process
 from base64 import b64decode
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -39,14 +39,16 @@ LONG_LINE_BYTES = 2**16  # after a message of this size, other tasks of the even
 CLOSE_SECONDS = 5.0  # that the engine process has to exit before it is killed
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Deliver = Callable[[RequestOutput | Exception], None]
+"""Receives the outputs of a request, or the exception that ended it. It must not raise."""
 
 
 @dataclass(slots=True)
 class _Stream:
-    """A request in flight, with the outputs that were received and not yet yielded."""
+    """A request in flight."""
 
     request: Request
-    outputs: asyncio.Queue[RequestOutput | Exception] = field(default_factory=asyncio.Queue)
+    deliver: Deliver
     num_generated: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # received so far
 
@@ -119,6 +121,20 @@ class EngineClient:
             raise RequestError(f"A request with the id {request.request_id!r} is still running; use another id.")
         self.limits.check(request)
 
+    def submit(self, request: Request, deliver: Deliver) -> None:
+        """Starts a request and calls `deliver` with each output, until one has a finish_reason or is an exception.
+
+        Raises the errors of `check`, and MachineError if the engine process does not run.
+        """
+        self.check(request)
+        self._check_running()
+        self._start(_Stream(request, deliver))
+
+    def cancel(self, request_id: str) -> None:
+        """Aborts a request whose outputs are no longer read. Does nothing if the request has ended."""
+        if self._streams.pop(request_id, None) is not None:
+            self._write("abort", request_id=request_id)
+
     def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Yields the outputs of a request until one has a finish_reason. Closing the iterator early aborts the request.
 
@@ -188,22 +204,26 @@ class EngineClient:
         await self._exit(CLOSE_SECONDS)
 
     async def _generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
-        stream = self._streams[request.request_id] = _Stream(request)
-        finished = False
+        items: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+        self._start(_Stream(request, items.put_nowait))
         try:
-            await self._send("generate", request=request.to_json())
-            if self._exit_message is not None:
-                self._fail(stream)
-            while not finished:
-                output = await stream.outputs.get()
-                finished = isinstance(output, Exception) or output.finish_reason is not None
-                if isinstance(output, Exception):
-                    raise output
-                yield output
+            while True:
+                item = await items.get()
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+                if item.finish_reason is not None:
+                    return
         finally:
-            del self._streams[request.request_id]
-            if not finished:
-                self._write("abort", request_id=request.request_id)
+            self.cancel(request.request_id)
+
+    def _start(self, stream: _Stream) -> None:
+        request = stream.request
+        self._streams[request.request_id] = stream
+        if self._exit_message is None:
+            self._write("generate", request=request.to_json())
+        else:
+            self._fail(stream)
 
     async def _exit(self, seconds: float) -> None:
         """Waits `seconds` for the process to exit, and kills it if it has not."""
@@ -274,7 +294,9 @@ class EngineClient:
                 for data in message["outputs"]:
                     self._deliver(RequestOutput.from_json(data))
             case "refused" if stream := self._streams.get(message["request_id"]):
-                stream.outputs.put_nowait(to_exception(message, MachineError))
+                refusal = to_exception(message, MachineError)
+                del self._streams[message["request_id"]]
+                stream.deliver(refusal)
             case "heartbeat":
                 self.step_seconds = message["step_seconds"]
             case "part" if message["id"] in self._replies:
@@ -301,23 +323,26 @@ class EngineClient:
                 return  # the first token's output, with the last of these log-probabilities, follows
             output = replace(output, prompt_logprobs=tuple(stream.prompt_logprobs))
         stream.num_generated = output.num_generated
-        stream.outputs.put_nowait(output)
+        if output.finish_reason is not None:
+            del self._streams[output.request_id]
+        stream.deliver(output)
 
     def _end(self, message: str) -> None:
         """Fails all requests and calls with `message`, because the engine process has ended."""
         self._exit_message = message
         if not self._ready.done():
             self._ready.set_exception(MachineError(message))
-        for stream in self._streams.values():
+        for stream in list(self._streams.values()):
             self._fail(stream)
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(MachineError(message))
 
     def _fail(self, stream: _Stream) -> None:
-        """Ends a request with finish_reason "error". If it already has a last output, this one is never read."""
+        """Ends a request with finish_reason "error"."""
         request = stream.request
-        stream.outputs.put_nowait(
+        del self._streams[request.request_id]
+        stream.deliver(
             RequestOutput(
                 request.request_id,
                 finish_reason="error",

@@ -45,7 +45,7 @@ class Timing:
         return (self.prefill or 0.0) + (self.decode or 0.0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: a frozen one takes four times as long to create, and there is one for every token
 class RequestOutput:
     """The tokens that one step generated for one request. Only the last output of a request has a `finish_reason`.
 
@@ -68,6 +68,11 @@ class RequestOutput:
     timing: Timing | None = field(default=None, compare=False)  # in the first and the last output
     # with logprobs: the number of characters that each of token_ids completed, even if text_delta holds them back
     settled_chars: tuple[int, ...] = ()
+
+    @property
+    def has_only_text(self) -> bool:
+        """Whether this output is in the middle of a completion, and nothing but text and tokens were requested."""
+        return self.finish_reason is None and self.logprobs is None and self.prompt_logprobs is None
 
     @property
     def is_cut_off(self) -> bool:

@@ -192,6 +192,14 @@ class Renderer(ABC, Generic[DeltaT, ResponseT]):
         """Returns an event as the bytes of the stream."""
         return event(item)
 
+    def encode_outputs(self, outputs: Sequence[tuple[int, RequestOutput]]) -> bytes:
+        """Stores outputs with their indexes and returns their events as the bytes of the stream."""
+        return b"".join(
+            self.encode(item)
+            for index, output in outputs
+            for item in self.events(index, output, self.add(index, output))
+        )
+
 
 async def respond(
     renderer: Renderer[Any, ResponseT], request: Request, state: ServerState, stream: bool | None
@@ -204,9 +212,10 @@ async def respond(
 
 
 async def _collect(renderer: Renderer[Any, ResponseT]) -> ResponseT:
-    async with contextlib.aclosing(renderer.generation.outputs()) as outputs:
-        async for index, output in outputs:
-            renderer.add(index, output)
+    async with contextlib.aclosing(renderer.generation.outputs()) as batches:
+        async for outputs in batches:
+            for index, output in outputs:
+                renderer.add(index, output)
     return renderer.response()
 
 
@@ -226,23 +235,17 @@ def _stream(renderer: Renderer[Any, Any], state: ServerState) -> EventStream:
 
 
 async def _encoded_events(renderer: Renderer[Any, Any]) -> AsyncGenerator[bytes, None]:
+    """Yields the bytes of a stream. Events of outputs that arrived together are one chunk."""
     try:
-        async with contextlib.aclosing(_events(renderer)) as events:
-            async for item in events:
-                yield renderer.encode(item)
+        if opening := b"".join(map(renderer.encode, renderer.opening())):
+            yield opening
+        async with contextlib.aclosing(renderer.generation.outputs()) as batches:
+            async for outputs in batches:
+                if events := renderer.encode_outputs(outputs):
+                    yield events
+        closing = b"".join(map(renderer.encode, renderer.closing()))
     except Fault as fault:
         logs.bind(error=fault.code.value)
-        yield renderer.encode(renderer.failure(fault))
-    if renderer.END:
-        yield renderer.END
-
-
-async def _events(renderer: Renderer[Any, Any]) -> AsyncGenerator[JsonObject, None]:
-    for item in renderer.opening():
-        yield item
-    async with contextlib.aclosing(renderer.generation.outputs()) as outputs:
-        async for index, output in outputs:
-            for item in renderer.events(index, output, renderer.add(index, output)):
-                yield item
-    for item in renderer.closing():
-        yield item
+        closing = renderer.encode(renderer.failure(fault))
+    if closing or renderer.END:
+        yield closing + renderer.END

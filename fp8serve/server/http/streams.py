@@ -4,6 +4,10 @@
 connection open. It closes the generator when the client disconnects, which aborts the generation. The generator must
 not raise: errors after the status 200 can only be sent as events. `until_disconnect` does the same for JSON responses.
 `request.is_disconnected()` is not used, because behind middleware it detects a disconnect too late.
+
+A chunk costs no task and no timer: the generator runs in the task of the request, a second task waits for the
+disconnect, and one timer looks twice per `keep_alive` whether the stream was silent. A server of our own protocol
+(connections.py) puts `write_chunk` into the scope, which writes a chunk to the socket without h11.
 """
 
 import asyncio
@@ -25,9 +29,12 @@ class ClientGoneError(Exception):
     """The client closed the connection before the response was complete."""
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
 def to_json(value: Any) -> str:
     """Returns compact JSON. Raises ValueError for NaN and infinity."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return _ENCODER.encode(value)
 
 
 def event(data: Any, *, name: str | None = None, id: int | None = None) -> bytes:  # noqa: A002 - the field's name
@@ -61,34 +68,90 @@ class EventStream(Response):
         self.raw_headers = [(k, v) for k, v in self.raw_headers if k != b"content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        disconnect = asyncio.create_task(wait_for_disconnect(receive))
+        write_chunk: WriteChunk = scope.get("extensions", {}).get(WRITE_CHUNK, _write_nothing)
+        keep_alive = _KeepAlive(send, self.keep_alive)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for chunk in self._chunks(disconnect):
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            async with _until_disconnect(receive) as limit:
+                keep_alive.start()
+                async for chunk in self.events:
+                    if write_chunk(chunk):
+                        keep_alive.is_silent = False
+                    else:
+                        await keep_alive.send_chunk(chunk)
+            await keep_alive.stop()
+            if not limit.expired():
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            await cancel(disconnect)
+            await keep_alive.stop()
             with contextlib.suppress(RuntimeError):  # raised if this task was cancelled inside the generator
                 await self.events.aclose()
             self.on_close()
 
-    async def _chunks(self, disconnect: "asyncio.Task[None]") -> AsyncGenerator[bytes, None]:
-        while True:
-            step = asyncio.ensure_future(anext(self.events, None))
+
+WRITE_CHUNK = "fp8serve.write_chunk"
+"""The extension of the ASGI scope with the function of the type WriteChunk."""
+WriteChunk = Callable[[bytes], bool]
+"""Writes a part of a response's body and returns True, or returns False if the part must be passed to `send`."""
+
+
+def _write_nothing(chunk: bytes) -> bool:
+    return False
+
+
+class _KeepAlive:
+    """Sends a comment whenever a stream was silent for between half of `seconds` and `seconds`."""
+
+    def __init__(self, send: Send, seconds: float) -> None:
+        self.is_silent = True
+        self._send, self._seconds = send, seconds
+        self._is_sending = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._comment: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._seconds / 2, self._tick)
+
+    async def send_chunk(self, chunk: bytes) -> None:
+        """Sends a chunk, which may wait for a slow client."""
+        self.is_silent, self._is_sending = False, True
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+        self._is_sending = False
+
+    async def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._comment is not None:
+            await cancel(self._comment)
+            self._comment = None
+
+    def _tick(self) -> None:
+        is_idle = self._comment is None or self._comment.done()
+        if self.is_silent and not self._is_sending and is_idle:
+            self._comment = asyncio.create_task(self.send_chunk(KEEP_ALIVE))
+        self.is_silent = True
+        self.start()
+
+
+@contextlib.asynccontextmanager
+async def _until_disconnect(receive: Receive) -> AsyncGenerator[asyncio.Timeout, None]:
+    """Runs a block until the client disconnects. The block is then cancelled, and the result has `expired`."""
+
+    async def watch() -> None:
+        await wait_for_disconnect(receive)
+        limit.reschedule(asyncio.get_running_loop().time())
+
+    try:
+        async with asyncio.timeout(None) as limit:
+            watcher = asyncio.create_task(watch())
             try:
-                while not step.done():
-                    await asyncio.wait({step, disconnect}, timeout=self.keep_alive, return_when=asyncio.FIRST_COMPLETED)
-                    if disconnect.done():
-                        return
-                    if not step.done():
-                        yield KEEP_ALIVE
+                yield limit
             finally:
-                if not step.done():
-                    await cancel(step)
-            if (chunk := step.result()) is None:
-                return
-            yield chunk
+                await cancel(watcher)
+    except TimeoutError:
+        if not limit.expired():
+            raise
 
 
 async def cancel(task: "asyncio.Future[Any]") -> None:

@@ -9,6 +9,11 @@ import pytest
 
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.request import Request
+from fp8serve.engine.sampling_params import SamplingParams
+from fp8serve.server.api.generation_pipeline import Renderer
+from fp8serve.server.api.openai.chat_routes import ChatRenderer
+from fp8serve.server.api.openai.completion_routes import CompletionRenderer, TextRenderer
+from fp8serve.server.schemas.openai_bodies import ChatBody, CompletionBody
 from fp8serve.server.settings import ServerLimits
 from tests.patience import eventually
 from tests.server.conftest import Server, Start
@@ -79,6 +84,66 @@ async def test_nothing_that_counts_as_a_token_comes_before_the_first(start: Star
     kinds = {json.loads(line.removeprefix(b"data: ")).get("type") for line in early}
     assert kinds <= {"response.created", "response.in_progress"}
     assert len(b"".join(sent).splitlines()) > len(early) + 3
+
+
+MESSAGE = {"messages": [{"role": "user", "content": "hello"}]}
+PLAIN: list[tuple[type[CompletionRenderer[Any]], Any, bool]] = [
+    (TextRenderer, CompletionBody(prompt="hello"), True),
+    (TextRenderer, CompletionBody(prompt="hello", stream=True, stream_options={"include_usage": True}), True),
+    (TextRenderer, CompletionBody(prompt="hello", logprobs=1), False),
+    (TextRenderer, CompletionBody(prompt="hello", n=2), False),
+    (
+        TextRenderer,
+        CompletionBody(
+            prompt="hello", stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}
+        ),
+        False,
+    ),
+    (ChatRenderer, ChatBody(**MESSAGE), True),
+    (ChatRenderer, ChatBody(**MESSAGE, model='a "content":"" b'), True),
+    (ChatRenderer, ChatBody(**MESSAGE, tools=[{"type": "function", "function": {"name": "f"}}]), False),
+]
+
+
+@pytest.mark.parametrize(("renderer_class", "body", "is_plain"), PLAIN)
+async def test_text_alone_is_written_as_any_output_is(
+    start: Start, renderer_class: type[CompletionRenderer[Any]], body: Any, is_plain: bool
+) -> None:
+    """The bytes of each output are those of a chunk that is made from its parts."""
+    texts = ["a", '"\\\n\x00', "", "é€😀", "<tool_call>", "</s>"]
+    async with start() as server:
+        n, served = body.num_choices, server.state.served(None)
+        with served.admission.reserve(n) as reservation:
+            params = SamplingParams(logprobs=getattr(body, "logprobs", None) or None)
+            generation = server.state.generation(served, [(97,)], params, reservation, n)
+        fast, slow = (renderer_class(body, generation) for _ in range(2))
+        slow.created = fast.created
+        for count, text in enumerate(texts, 1):
+            output = RequestOutput("r", text, (7,), num_generated=count)
+            expected = Renderer.encode_outputs(slow, [(0, output)])
+            assert fast.encode_outputs([(0, output)]) == expected
+            assert fast.choices[0].tokens == slow.choices[0].tokens == count
+        assert fast.has_plain_chunks is is_plain
+        generation.discard()
+
+
+@pytest.mark.parametrize("renderer_class", [TextRenderer, ChatRenderer])
+async def test_outputs_that_arrive_together_are_one_chunk(
+    start: Start, renderer_class: type[CompletionRenderer[Any]]
+) -> None:
+    body: Any = CompletionBody(prompt="a") if renderer_class is TextRenderer else ChatBody(**MESSAGE)
+    async with start() as server:
+        served = server.state.served(None)
+        with served.admission.reserve(1) as reservation:
+            generation = server.state.generation(served, [(97,)], SamplingParams(), reservation)
+        renderer = renderer_class(body, generation)
+        outputs = [(0, RequestOutput("r", text, (7,), num_generated=count)) for count, text in enumerate("abcd", 1)]
+        renderer.encode_outputs(outputs[:1])  # in a chat the first output brings the role
+        (line,) = renderer.encode_outputs(outputs[1:]).decode().split("\n\n")[:-1]
+        (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+        assert (choice["delta"]["content"] if "delta" in choice else choice["text"]) == "bcd"
+        assert renderer.choices[0].tokens == 4
+        generation.discard()
 
 
 async def post(server: Server, path: str, body: Any, send: Any) -> None:
