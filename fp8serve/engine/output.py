@@ -80,8 +80,7 @@ class RequestOutput:
         return self.finish_reason == "length" or isinstance(self.stop_reason, str)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields that differ from their defaults. The object is small, because the engine process sends one
-        to the server for every token."""
+        """Returns the fields that differ from their defaults. Most outputs are sent in frames instead (messages.py)."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         for name in _LOGPROB_FIELDS & values.keys():
             values[name] = [
