@@ -21,7 +21,7 @@ from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import RequestError
 from fp8serve.server.access.limits import TenantRequest
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.http.streams import EventStream, event, until_disconnect
+from fp8serve.server.http.streams import EventStream, WriteChunk, event, until_disconnect
 from fp8serve.server.parsing.request_parser import Ids, Prompt, RequestParser
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.admission import Reservation
@@ -192,6 +192,11 @@ class Renderer(ABC, Generic[DeltaT, ResponseT]):
         """Returns an event as the bytes of the stream."""
         return event(item)
 
+    def encode_plain(self, outputs: Sequence[tuple[int, RequestOutput]]) -> bytes | None:
+        """Returns the bytes of outputs of text alone, or None if `encode_outputs` must write them. Stores nothing that
+        a second call would not store again."""
+        return None
+
     def encode_outputs(self, outputs: Sequence[tuple[int, RequestOutput]]) -> bytes:
         """Stores outputs with their indexes and returns their events as the bytes of the stream."""
         return b"".join(
@@ -231,7 +236,15 @@ def _stream(renderer: Renderer[Any, Any], state: ServerState) -> EventStream:
         generation.discard()  # the client may disconnect before the first output is read
         state.streams.release()
 
-    return EventStream(_encoded_events(renderer), state.settings.limits.keep_alive_seconds, close)
+    def write_plain(write: WriteChunk) -> None:
+        def write_directly(outputs: list[tuple[int, RequestOutput]]) -> bool:
+            events = renderer.encode_plain(outputs)
+            return events == b"" or (events is not None and write(events))
+
+        generation.write_directly = write_directly
+
+    keep_alive = state.settings.limits.keep_alive_seconds
+    return EventStream(_encoded_events(renderer), keep_alive, close, on_start=write_plain)
 
 
 async def _encoded_events(renderer: Renderer[Any, Any]) -> AsyncGenerator[bytes, None]:
@@ -241,7 +254,8 @@ async def _encoded_events(renderer: Renderer[Any, Any]) -> AsyncGenerator[bytes,
             yield opening
         async with contextlib.aclosing(renderer.generation.outputs()) as batches:
             async for outputs in batches:
-                if events := renderer.encode_outputs(outputs):
+                plain = renderer.encode_plain(outputs)
+                if events := renderer.encode_outputs(outputs) if plain is None else plain:
                     yield events
         closing = b"".join(map(renderer.encode, renderer.closing()))
     except Fault as fault:

@@ -23,6 +23,10 @@ from starlette.types import Receive, Scope, Send
 T = TypeVar("T")
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
+WRITE_CHUNK = "fp8serve.write_chunk"
+"""The extension of the ASGI scope with the server's function of the type WriteChunk."""
+WriteChunk = Callable[[bytes], bool]
+"""Writes a part of a response's body and returns True, or returns False if the part must be passed to `send`."""
 
 
 class ClientGoneError(Exception):
@@ -44,8 +48,11 @@ def event(data: Any, *, name: str | None = None, id: int | None = None) -> bytes
 
 
 class EventStream(Response):
-    """A `text/event-stream` response of the chunks that `events` yields. `on_close` is called when the response
-    ends."""
+    """A `text/event-stream` response of the chunks that `events` yields. `on_close` is called when the response ends.
+
+    `on_start` gets a function that writes a chunk at once and returns True. It may be called while `events` waits. It
+    returns False if `events` must yield the chunk, because it cannot be written at once.
+    """
 
     media_type = "text/event-stream"
 
@@ -55,12 +62,14 @@ class EventStream(Response):
         keep_alive: float,
         on_close: Callable[[], None],
         headers: dict[str, str] | None = None,
+        on_start: Callable[[WriteChunk], None] | None = None,
     ) -> None:
         self.status_code = 200
         self.background = None
         self.events = events
         self.keep_alive = keep_alive
         self.on_close = on_close
+        self.on_start = on_start
         self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"} | (headers or {}))
 
     def init_headers(self, headers: Any = None) -> None:
@@ -68,16 +77,23 @@ class EventStream(Response):
         self.raw_headers = [(k, v) for k, v in self.raw_headers if k != b"content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        write_chunk: WriteChunk = scope.get("extensions", {}).get(WRITE_CHUNK, _write_nothing)
+        write_chunk: WriteChunk | None = scope.get("extensions", {}).get(WRITE_CHUNK)
         keep_alive = _KeepAlive(send, self.keep_alive)
+
+        def write(chunk: bytes) -> bool:
+            if write_chunk is None or not write_chunk(chunk):
+                return False
+            keep_alive.is_silent = False
+            return True
+
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async with _until_disconnect(receive) as limit:
                 keep_alive.start()
+                if self.on_start is not None and write_chunk is not None:
+                    self.on_start(write)
                 async for chunk in self.events:
-                    if write_chunk(chunk):
-                        keep_alive.is_silent = False
-                    else:
+                    if not write(chunk):
                         await keep_alive.send_chunk(chunk)
             await keep_alive.stop()
             if not limit.expired():
@@ -87,16 +103,6 @@ class EventStream(Response):
             with contextlib.suppress(RuntimeError):  # raised if this task was cancelled inside the generator
                 await self.events.aclose()
             self.on_close()
-
-
-WRITE_CHUNK = "fp8serve.write_chunk"
-"""The extension of the ASGI scope with the function of the type WriteChunk."""
-WriteChunk = Callable[[bytes], bool]
-"""Writes a part of a response's body and returns True, or returns False if the part must be passed to `send`."""
-
-
-def _write_nothing(chunk: bytes) -> bool:
-    return False
 
 
 class _KeepAlive:

@@ -6,7 +6,8 @@ RequestOutput)` of all its requests. If the caller closes it early, for example 
 requests that still run are aborted. If the engine fails or the request is aborted, it raises `Fault`.
 
 The engine's client delivers each output by a call, and `outputs` waits in the task of its caller, so an output costs no
-task and no queue. A caller that comes late gets all outputs that have arrived in one list.
+task and no queue. A caller that comes late gets all outputs that have arrived in one list. A stream can also set
+`write_directly`, which is called once in a turn of the event loop; then the task of the request is not even resumed.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -45,7 +46,8 @@ class Generation:
     """The admitted engine requests of one HTTP request. `outputs` may be used once and releases slots and lease.
 
     `prompt_end` is the text of the last tokens of a conversation. `echoes` has an entry for each prompt, if the
-    response shall contain the prompts.
+    response shall contain the prompts. `write_directly` may write outputs that have arrived and return True; if it
+    returns False, it must have changed nothing, and `outputs` yields them.
     """
 
     def __init__(
@@ -68,6 +70,8 @@ class Generation:
         self._arrived: list[Item] = []  # outputs that the caller of `outputs` has not received yet
         self._fault: Fault | None = None  # raised after these outputs
         self._waiter: asyncio.Future[None] | None = None  # of `outputs`, while nothing has arrived
+        self._flush: asyncio.Handle | None = None  # the call of `write_directly` in the next turn of the event loop
+        self.write_directly: Callable[[list[Item]], bool] | None = None
         self._lease = contextlib.ExitStack()
         slots = reservation.admit([len(r.prompt_token_ids) + r.params.max_new_tokens for r in requests])
         self._lease.enter_context(served.lease())
@@ -142,14 +146,28 @@ class Generation:
 
     def receive(self, index: int, output: RequestOutput) -> None:
         """Passes an output to the caller of `outputs`. Outputs after a fault are dropped."""
-        if self._fault is None:
-            self._arrived.append((index, output))
+        if self._fault is not None:
+            return
+        self._arrived.append((index, output))
+        if self.write_directly is None:
             self._wake()
+        elif self._flush is None:
+            self._flush = asyncio.get_running_loop().call_soon(self._flush_arrived)
 
     def end_with(self, fault: Fault) -> None:
         """Ends `outputs` with a fault, after the outputs that have arrived. Only the first fault counts."""
         self._fault = self._fault or fault
         self._wake()
+
+    def _flush_arrived(self) -> None:
+        """Writes the outputs that have arrived, or lets `outputs` yield them."""
+        self._flush = None
+        if not self._arrived or self._waiter is None or self._waiter.done():
+            return  # `outputs` is about to yield them, or its caller is busy with earlier ones
+        if self.write_directly is not None and self._fault is None and self.write_directly(self._arrived):
+            self._arrived = []
+        else:
+            self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

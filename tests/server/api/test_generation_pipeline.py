@@ -1,8 +1,10 @@
 """Rules of all routes that generate."""
 
 import asyncio
+import itertools
 import json
-from collections.abc import AsyncGenerator, MutableMapping
+from collections.abc import AsyncGenerator, Mapping, MutableMapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -10,9 +12,9 @@ import pytest
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
-from fp8serve.server.api.generation_pipeline import Renderer
 from fp8serve.server.api.openai.chat_routes import ChatRenderer
 from fp8serve.server.api.openai.completion_routes import CompletionRenderer, TextRenderer
+from fp8serve.server.http.streams import WRITE_CHUNK
 from fp8serve.server.schemas.openai_bodies import ChatBody, CompletionBody
 from fp8serve.server.settings import ServerLimits
 from tests.patience import eventually
@@ -120,8 +122,8 @@ async def test_text_alone_is_written_as_any_output_is(
         slow.created = fast.created
         for count, text in enumerate(texts, 1):
             output = RequestOutput("r", text, (7,), num_generated=count)
-            expected = Renderer.encode_outputs(slow, [(0, output)])
-            assert fast.encode_outputs([(0, output)]) == expected
+            plain, expected = fast.encode_plain([(0, output)]), slow.encode_outputs([(0, output)])
+            assert (fast.encode_outputs([(0, output)]) if plain is None else plain) == expected
             assert fast.choices[0].tokens == slow.choices[0].tokens == count
         assert fast.has_plain_chunks is is_plain
         generation.discard()
@@ -139,14 +141,87 @@ async def test_outputs_that_arrive_together_are_one_chunk(
         renderer = renderer_class(body, generation)
         outputs = [(0, RequestOutput("r", text, (7,), num_generated=count)) for count, text in enumerate("abcd", 1)]
         renderer.encode_outputs(outputs[:1])  # in a chat the first output brings the role
-        (line,) = renderer.encode_outputs(outputs[1:]).decode().split("\n\n")[:-1]
+        (line,) = (renderer.encode_plain(outputs[1:]) or b"").decode().split("\n\n")[:-1]
         (choice,) = json.loads(line.removeprefix("data: "))["choices"]
         assert (choice["delta"]["content"] if "delta" in choice else choice["text"]) == "bcd"
         assert renderer.choices[0].tokens == 4
         generation.discard()
 
 
-async def post(server: Server, path: str, body: Any, send: Any) -> None:
+CHAT = {**MESSAGE, "stream": True}
+DIRECT: dict[str, tuple[str, Any]] = {
+    "completion": ("/v1/completions", {"prompt": "hello", "stream": True}),
+    "usage": ("/v1/completions", {"prompt": "hello", "stream": True, "stream_options": {"include_usage": True}}),
+    "stop": ("/v1/completions", {"prompt": "hello", "stream": True, "stop": ["ohel"]}),
+    "logprobs": ("/v1/completions", {"prompt": "hello", "stream": True, "logprobs": 2}),
+    "echo": ("/v1/completions", {"prompt": "hello", "stream": True, "echo": True}),
+    "prompts": ("/v1/completions", {"prompt": ["ab", "cd"], "stream": True}),
+    "n": ("/v1/chat/completions", {**CHAT, "n": 2}),
+    "chat": ("/v1/chat/completions", CHAT),
+    "tools": ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]}),
+    "message": ("/v1/messages", {**CHAT, "max_tokens": 12}),
+    "response": ("/v1/responses", {"input": "hello", "stream": True}),
+    "native": ("/generate_stream", {"inputs": "hello"}),
+}
+
+
+@pytest.mark.parametrize("name", DIRECT)
+async def test_chunks_that_are_written_directly_tell_the_same(start: Start, name: str) -> None:
+    """And in the same order, although some of them do not pass through `send`."""
+    path, body = DIRECT[name]
+    sent, mixed, refusals = list[bytes](), list[bytes](), itertools.cycle([False, False, True])
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message.get("body", b""))
+
+    async def send_mixed(message: MutableMapping[str, Any]) -> None:
+        await asyncio.sleep(0)  # outputs arrive while a slow client is served
+        mixed.append(message.get("body", b""))
+
+    def write_chunk(data: bytes) -> bool:
+        if is_slow := next(refusals):
+            return not is_slow
+        mixed.append(data)
+        return True
+
+    async with start() as server:
+        await post(server, path, body, send)
+        await post(server, path, body, send_mixed, {"extensions": {WRITE_CHUNK: write_chunk}})
+    assert told(b"".join(mixed)) == told(b"".join(sent))
+
+
+VARYING = ("id", "created", "created_at", "item_id", "request_id", "sequence_number", "index", "output_index")
+
+
+def told(stream: bytes) -> list[Any]:
+    """Its events without ids, and neighbours that differ in their text alone as one."""
+    result: list[Any] = []
+    for line in stream.decode().splitlines():
+        if not line.startswith("data: {"):
+            result += [line] if line.startswith("data: ") else []
+            continue
+        text = list[str]()
+        found = without_text(json.loads(line.removeprefix("data: ")), text)
+        if result and text and result[-1][0] == found and "choices" in found:
+            result[-1][1].extend(text)
+        else:
+            result.append((found, text))
+    return [(item[0], "".join(item[1])) if isinstance(item, tuple) else item for item in result]
+
+
+def without_text(value: Any, texts: list[str]) -> Any:
+    if isinstance(value, list):
+        return [without_text(each, texts) for each in value]
+    if not isinstance(value, dict):
+        return value
+    texts += [value[key] for key in ("text", "content") if isinstance(value.get(key), str)]
+    kept = {key: each for key, each in value.items() if key not in (*VARYING, "text", "content")}
+    return {key: without_text(each, texts) for key, each in kept.items()} | (
+        {"choice": value["index"]} if "finish_reason" in value and "index" in value else {}
+    )
+
+
+async def post(server: Server, path: str, body: Any, send: Any, more: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Hands one request to the application; httpx would collect a stream before it shows any of it."""
     messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
 
@@ -157,4 +232,4 @@ async def post(server: Server, path: str, body: Any, send: Any) -> None:
 
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
     scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
-    await server.app(scope | {"http_version": "1.1", "scheme": "http", "root_path": ""}, receive, send)
+    await server.app({**scope, "http_version": "1.1", "scheme": "http", "root_path": "", **more}, receive, send)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fp8serve.server.http import streams
-from fp8serve.server.http.streams import KEEP_ALIVE, WRITE_CHUNK, EventStream
+from fp8serve.server.http.streams import KEEP_ALIVE, WRITE_CHUNK, EventStream, WriteChunk
 from tests.patience import eventually
 
 
@@ -35,6 +35,9 @@ class Client:
         if self.accepts.is_set():
             self.direct.append(data)
         return self.accepts.is_set()
+
+    def start(self, write: WriteChunk) -> None:
+        self.write = write
 
     async def read(self, stream: EventStream, *, direct: bool = False) -> None:
         extensions = {"extensions": {WRITE_CHUNK: self.write_chunk}} if direct else {}
@@ -92,6 +95,21 @@ async def test_a_chunk_costs_no_task() -> None:
     finally:
         loop.set_task_factory(None)
     assert created == []
+    source.chunks.put_nowait(None)
+    await reading
+
+
+async def test_a_chunk_is_written_at_once_while_the_generator_waits_unless_the_client_is_slow() -> None:
+    client, source = Client(), Source()
+    stream = EventStream(source.events(), 600.0, lambda: None, on_start=client.start)
+    reading = asyncio.create_task(client.read(stream, direct=True))
+    await eventually(lambda: hasattr(client, "write"))
+    assert client.write(b"a")
+    client.accepts.clear()
+    assert not client.write(b"b")
+    client.accepts.set()
+    assert client.write(b"c")
+    assert client.direct == [b"a", b"c"]
     source.chunks.put_nowait(None)
     await reading
 

@@ -131,10 +131,10 @@ class CompletionRenderer(Renderer[list[PositionedToken], ResponseT]):
     def text_choice(self, text: str) -> JsonObject:
         """Returns the choice of a chunk that has only text, if the stream `has_plain_chunks`."""
 
-    def encode_outputs(self, outputs: Sequence[tuple[int, RequestOutput]]) -> bytes:
+    def encode_plain(self, outputs: Sequence[tuple[int, RequestOutput]]) -> bytes | None:
         """Writes outputs of text alone as one chunk, whose bytes around the text are made once."""
         if not (self.has_plain_chunks and all(output.has_only_text for _, output in outputs)):
-            return super().encode_outputs(outputs)
+            return None
         text = "".join(output.text_delta for _, output in outputs)
         self.choices[0].tokens = outputs[-1][1].num_generated
         if not text:
