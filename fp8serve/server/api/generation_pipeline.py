@@ -99,7 +99,8 @@ async def admit(
     `tool_schemas` are the argument schemas by tool, so that an error can name the tool whose schema is invalid.
     """
     _check_prompt_logprobs(prompts, params, choices, state.settings.limits.prompt_logprobs)
-    await until_disconnect(request, _check_grammar(params, tool_schemas or {}, state.parser))
+    if params.has_grammar:
+        await until_disconnect(request, _check_grammar(params, tool_schemas or {}, state.parser))
     if params.logprobs is not None or params.prompt_logprobs is not None:
         await until_disconnect(request, state.parser.load_token_texts(served))
     echoes = []
