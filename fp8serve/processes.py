@@ -11,8 +11,8 @@ Workers, and servers that have not started, exit by `end_process`. The regular s
 one to three seconds and frees nothing that the operating system does not free anyway.
 
 Messages are JSON; nothing is unpickled. A frame (`pack`, `receive`) is a JSON object and bytes, each with its length.
-The engine's messages are lines (engine/worker.py). An error is sent as its class and message (`describe_error`,
-`to_exception`).
+The messages of the engine process have a format of their own (engine/messages.py). An error is sent as its class and
+message (`describe_error`, `to_exception`).
 """
 
 import contextlib

@@ -2,11 +2,9 @@
 
 `EngineClient.start` listens on an AF_UNIX socket (mode 0600, in a private directory) and spawns `worker.py`, which
 connects to the socket. The first message of the worker says that the engine is ready, or why it could not start. After
-that, one task reads the worker's messages, one a line, and passes each to the coroutine that waits for it. If the
-process dies or sends an invalid message, every request in flight ends with finish_reason "error" and a message, so no
-coroutine waits forever.
-
-Requests and outputs are dataclasses that are sent as JSON; nothing is unpickled.
+that, one task reads the worker's messages (`messages.py`) and passes each to the request or the coroutine that waits
+for it. If the process dies or sends an invalid message, every request in flight ends with finish_reason "error" and a
+message, so nothing waits forever.
 """
 
 import asyncio
@@ -20,11 +18,12 @@ import signal
 import tempfile
 from asyncio.subprocess import Process
 from base64 import b64decode
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fp8serve.engine.messages import JsonMessage, MessageReader, TokenFrame
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.output import RequestOutput, TokenLogprob
 from fp8serve.engine.request import EngineLimits, Request
@@ -34,20 +33,24 @@ from fp8serve.processes import module_command, signal_name, to_exception, withou
 
 log = logging.getLogger("fp8serve.server")
 
-MAX_LINE_BYTES = 2**26  # of a message from the engine process; worker.py splits long messages
-LONG_LINE_BYTES = 2**16  # after a message of this size, other tasks of the event loop get a turn
+READ_BYTES = 2**18  # that are read from the engine process at once
+LONG_MESSAGE_BYTES = 2**16  # after a message of this size, other tasks of the event loop get a turn
 CLOSE_SECONDS = 5.0  # that the engine process has to exit before it is killed
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Deliver = Callable[[RequestOutput | Exception], None]
+"""Receives the outputs of a request, or the exception that ended it. It must not raise."""
 
 
 @dataclass(slots=True)
 class _Stream:
-    """A request in flight, with the outputs that were received and not yet yielded."""
+    """A request in flight, with what its last output said."""
 
     request: Request
-    outputs: asyncio.Queue[RequestOutput | Exception] = field(default_factory=asyncio.Queue)
+    deliver: Deliver
+    number: int  # of this request in frames of tokens
     num_generated: int = 0
+    num_cached: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # received so far
 
 
@@ -60,7 +63,8 @@ class EngineClient:
     def __init__(self, process: Process, connection: Connection) -> None:
         self._process = process
         self._reader, self._writer = connection
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, _Stream] = {}  # by request id
+        self._streams_by_number: dict[int, _Stream] = {}
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._partial_replies: dict[int, list[Any]] = {}
         self._ids = itertools.count()
@@ -68,7 +72,7 @@ class EngineClient:
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._last_message_time = self._loop.time()
         self._exit_message: str | None = None  # how the engine process ended; None while it runs
-        self._kill_reason: str | None = None  # if this client killed the engine process
+        self._kill_reason: str | None = None  # why the connection ended, if the exit status does not say it
         self.step_seconds = 0.0  # that the current step had taken at the last heartbeat
         self._read_task = asyncio.create_task(self._read())
 
@@ -118,6 +122,21 @@ class EngineClient:
         if request.request_id in self._streams:
             raise RequestError(f"A request with the id {request.request_id!r} is still running; use another id.")
         self.limits.check(request)
+
+    def submit(self, request: Request, deliver: Deliver) -> None:
+        """Starts a request and calls `deliver` with each output, until one has a finish_reason or is an exception.
+
+        Raises the errors of `check`, and MachineError if the engine process does not run.
+        """
+        self.check(request)
+        self._check_running()
+        self._start(request, deliver)
+
+    def cancel(self, request_id: str) -> None:
+        """Aborts a request whose outputs are no longer read. Does nothing if the request has ended."""
+        if request_id in self._streams:
+            self._forget(request_id)
+            self._write("abort", request_id=request_id)
 
     def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Yields the outputs of a request until one has a finish_reason. Closing the iterator early aborts the request.
@@ -200,22 +219,30 @@ class EngineClient:
         await self._exit(CLOSE_SECONDS)
 
     async def _generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
-        stream = self._streams[request.request_id] = _Stream(request)
-        finished = False
+        items: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+        self._start(request, items.put_nowait)
         try:
-            await self._send("generate", request=request.to_json())
-            if self._exit_message is not None:
-                self._fail(stream)
-            while not finished:
-                output = await stream.outputs.get()
-                finished = isinstance(output, Exception) or output.finish_reason is not None
-                if isinstance(output, Exception):
-                    raise output
-                yield output
+            while True:
+                item = await items.get()
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+                if item.finish_reason is not None:
+                    return
         finally:
-            del self._streams[request.request_id]
-            if not finished:
-                self._write("abort", request_id=request.request_id)
+            self.cancel(request.request_id)
+
+    def _start(self, request: Request, deliver: Deliver) -> None:
+        stream = _Stream(request, deliver, next(self._ids) % 2**32)
+        self._streams[request.request_id] = self._streams_by_number[stream.number] = stream
+        if self._exit_message is None:
+            self._write("generate", stream=stream.number, request=request.to_json())
+        else:
+            self._fail(stream)
+
+    def _forget(self, request_id: str) -> None:
+        """Removes a request that has ended."""
+        del self._streams_by_number[self._streams.pop(request_id).number]
 
     async def _exit(self, seconds: float) -> None:
         """Waits `seconds` for the process to exit, and kills it if it has not."""
@@ -260,12 +287,14 @@ class EngineClient:
 
     async def _read(self) -> None:
         """Reads messages until the connection ends or a message is invalid; then fails all requests and calls."""
+        messages = MessageReader()
         try:
-            while line := await self._reader.readline():
+            while data := await self._reader.read(READ_BYTES):
                 self._last_message_time = self._loop.time()
-                self._handle_line(line)
-                if len(line) > LONG_LINE_BYTES:
-                    await asyncio.sleep(0)
+                for message, size in messages.feed(data):
+                    self._handle(message)
+                    if size > LONG_MESSAGE_BYTES:
+                        await asyncio.sleep(0)
         except ConnectionError:
             pass
         except Exception as error:
@@ -275,18 +304,39 @@ class EngineClient:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
         self._writer.close()
-        status = await self._process.wait()
+        status = await self._wait_for_exit()
+        if status == 0 and not messages.is_complete:
+            self._kill_reason = self._kill_reason or "The engine process has ended in the middle of a message."
         self._end(self._kill_reason or _describe_exit(status))
 
-    def _handle_line(self, line: bytes) -> None:
-        """Passes a message to the coroutine that waits for it. An invalid message may raise any exception."""
-        message = json.loads(line)
+    async def _wait_for_exit(self) -> int:
+        """Returns the exit status. A process that has closed its connection and does not exit is killed."""
+        try:
+            return await asyncio.wait_for(self._process.wait(), CLOSE_SECONDS)
+        except TimeoutError:
+            self._kill_reason = self._kill_reason or "The engine process closed its connection and was killed."
+            self._end(self._kill_reason)
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            return await self._process.wait()
+
+    def _handle(self, message: JsonMessage | TokenFrame) -> None:
+        """Passes a message to the request or the coroutine that waits for it. An invalid message may raise any
+        exception."""
+        if isinstance(message, TokenFrame):
+            self._deliver_tokens(message)
+        else:
+            self._handle_json(message)
+
+    def _handle_json(self, message: JsonMessage) -> None:
         match message["event"]:
             case "outputs":
                 for data in message["outputs"]:
                     self._deliver(RequestOutput.from_json(data))
             case "refused" if stream := self._streams.get(message["request_id"]):
-                stream.outputs.put_nowait(to_exception(message, MachineError))
+                refusal = to_exception(message, MachineError)
+                self._forget(message["request_id"])
+                stream.deliver(refusal)
             case "heartbeat":
                 self.step_seconds = message["step_seconds"]
             case "part" if message["id"] in self._replies:
@@ -303,6 +353,14 @@ class EngineClient:
             case "failed":
                 self._ready.set_exception(to_exception(message, MachineError))
 
+    def _deliver_tokens(self, frame: TokenFrame) -> None:
+        for number, token_id, text in zip(frame.streams, frame.token_ids, frame.texts, strict=True):
+            if (stream := self._streams_by_number.get(number)) is not None:
+                stream.num_generated += 1
+                request, counts = stream.request, (stream.num_generated, stream.num_cached)
+                prompt = len(request.prompt_token_ids)
+                stream.deliver(RequestOutput(request.request_id, text, (token_id,), None, None, prompt, *counts))
+
     def _deliver(self, output: RequestOutput) -> None:
         stream = self._streams.get(output.request_id)
         if stream is None:
@@ -312,24 +370,27 @@ class EngineClient:
             if not output.num_generated:
                 return  # the first token's output, with the last of these log-probabilities, follows
             output = replace(output, prompt_logprobs=tuple(stream.prompt_logprobs))
-        stream.num_generated = output.num_generated
-        stream.outputs.put_nowait(output)
+        stream.num_generated, stream.num_cached = output.num_generated, output.num_cached_tokens
+        if output.finish_reason is not None:
+            self._forget(output.request_id)
+        stream.deliver(output)
 
     def _end(self, message: str) -> None:
         """Fails all requests and calls with `message`, because the engine process has ended."""
         self._exit_message = message
         if not self._ready.done():
             self._ready.set_exception(MachineError(message))
-        for stream in self._streams.values():
+        for stream in list(self._streams.values()):
             self._fail(stream)
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(MachineError(message))
 
     def _fail(self, stream: _Stream) -> None:
-        """Ends a request with finish_reason "error". If it already has a last output, this one is never read."""
+        """Ends a request with finish_reason "error"."""
         request = stream.request
-        stream.outputs.put_nowait(
+        self._forget(request.request_id)
+        stream.deliver(
             RequestOutput(
                 request.request_id,
                 finish_reason="error",
@@ -353,7 +414,7 @@ async def _spawn(model_dir: Path, options: EngineOptions, log_format: LogFormat)
             connected.set_result((reader, writer))
 
     try:
-        server = await asyncio.start_unix_server(accept, path, limit=MAX_LINE_BYTES)
+        server = await asyncio.start_unix_server(accept, path)
         os.chmod(path, 0o600)
         try:
             arguments = ["--options", options.to_json(), "--log-format", log_format]

@@ -45,7 +45,7 @@ class Timing:
         return (self.prefill or 0.0) + (self.decode or 0.0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: a frozen one takes four times as long to create, and there is one for every token
 class RequestOutput:
     """The tokens that one step generated for one request. Only the last output of a request has a `finish_reason`.
 
@@ -70,13 +70,17 @@ class RequestOutput:
     settled_chars: tuple[int, ...] = ()
 
     @property
+    def has_only_text(self) -> bool:
+        """Whether this output is in the middle of a completion, and nothing but text and tokens were requested."""
+        return self.finish_reason is None and self.logprobs is None and self.prompt_logprobs is None
+
+    @property
     def is_cut_off(self) -> bool:
         """Whether a limit or a stop string ended the completion, and not the model."""
         return self.finish_reason == "length" or isinstance(self.stop_reason, str)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields that differ from their defaults. The object is small, because the engine process sends one
-        to the server for every token."""
+        """Returns the fields that differ from their defaults. Most outputs are sent in frames instead (messages.py)."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         for name in _LOGPROB_FIELDS & values.keys():
             values[name] = [

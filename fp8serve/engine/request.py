@@ -8,7 +8,7 @@ For `n` completions of one prompt, the caller creates `n` requests, which share 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import chain
 from typing import Annotated, Any, Literal
 
@@ -48,7 +48,8 @@ class Request:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the request as a JSON object, without copying the prompt."""
-        return {name: getattr(self, name) for name in _PLAIN_FIELDS} | {"params": asdict(self.params)}
+        params = {name: getattr(self.params, name) for name in _PARAMS}
+        return {name: getattr(self, name) for name in _PLAIN_FIELDS} | {"params": params}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Request":
@@ -56,6 +57,7 @@ class Request:
         return cls(**{**known_fields(cls, data), "params": SamplingParams(**params)})
 
 
+_PARAMS = tuple(item.name for item in fields(SamplingParams))
 _PLAIN_FIELDS = ("request_id", "prompt_token_ids", "tenant", "group", "adapter")  # JSON types
 Task = Literal["generate", "embed", "classify"]
 _NOT_GENERATIVE: dict[Task, str] = {

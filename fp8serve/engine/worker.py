@@ -1,15 +1,16 @@
 """The engine process: `python -m fp8serve.engine.worker --model DIR --socket PATH [--options JSON]`.
 
-The process connects to the AF_UNIX socket of its client (`client.py`). Messages are lines of JSON.
+The process connects to the AF_UNIX socket of its client (`client.py`). It reads lines of JSON and sends the messages of
+`messages.py`: JSON, and one frame for all tokens of a step that are nothing but text.
 
-    in    generate {request} | abort {request_id} | stats {id} | scales {id} | drain {deadline} | close
+    in    generate {stream, request} | abort {request_id} | stats {id} | scales {id} | drain {deadline} | close
           save_scales {id, path} | load_weights {id, directory}
           stage_weights {id, directory} | swap_weights {id} | discard_staged_weights {id}
           embed {id, inputs, dimensions}
           classify {id, inputs, segments} | forget {id}
     out   heartbeat {step_seconds} | ready {info, limits} | failed {error, message} | outputs {outputs}
           refused {request_id, error, message} | reply {id, value} | reply {id, error, message}
-          part {id, value}
+          part {id, value} | a frame of tokens
 
 All messages are short, because the server's event loop reads them between other work. The log-probabilities of a prompt
 are split over several outputs, which have no tokens except the last. Vectors and scores are split into parts. Their
@@ -34,6 +35,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, get_args
@@ -42,6 +44,7 @@ from fp8serve import logs
 from fp8serve.engine.defaults import worker_options
 from fp8serve.engine.embedding_engine import ClassifyingEngine, EmbeddingEngine, EncoderEngine, EncodingCall
 from fp8serve.engine.engine import Engine
+from fp8serve.engine.messages import encode_json, encode_tokens, fits_token_frame
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.request import Request, Task
@@ -73,10 +76,13 @@ class Connection:
         threading.Thread(target=self._read, daemon=True).start()
 
     def send(self, event: str, **fields: Any) -> None:
-        """Sends one message. A lost connection is ignored here, because `_read` ends the worker then."""
-        line = encode(event, fields)
+        """Sends one JSON message."""
+        self.send_bytes(encode_json(event, fields))
+
+    def send_bytes(self, messages: bytes) -> None:
+        """Sends encoded messages. A lost connection is ignored here, because `_read` ends the worker then."""
         with self._send_lock, contextlib.suppress(OSError):
-            self._socket.sendall(line)
+            self._socket.sendall(messages)
 
     def _read(self) -> None:
         try:
@@ -87,17 +93,13 @@ class Connection:
             self.inbox.put({"op": "close"})
 
 
-def encode(event: str, fields: dict[str, Any]) -> bytes:
-    """Encodes a message as a line of JSON."""
-    return json.dumps({"event": event, **fields}, separators=(",", ":")).encode() + b"\n"
-
-
 class Worker:
     """Steps an engine and handles commands between steps."""
 
     def __init__(self, connection: Connection, engine: Engine | EncoderEngine) -> None:
         self._connection = connection
         self._engine = engine
+        self._streams: dict[str, int] = {}  # the client's numbers of running requests, by request id
         self._is_closed = False
         self._step_start: float | None = None
         self._deadline: float | None = None  # of draining, on the monotonic clock
@@ -155,13 +157,26 @@ class Worker:
                 message = self._connection.inbox.get(block=False)
 
     def _send_outputs(self, outputs: list[RequestOutput]) -> None:
-        """Sends outputs without log-probabilities of a prompt in one message, and the others in several messages."""
-        if short := [output.to_json() for output in outputs if output.prompt_logprobs is None]:
-            self._connection.send("outputs", outputs=short)
+        """Sends the outputs of a step at once and in order: those of text alone in frames, and the others as JSON. An
+        output with log-probabilities of a prompt is sent in several messages."""
+        messages: list[bytes] = []
+        for fits, run in groupby(outputs, fits_token_frame):
+            if fits:
+                plain = list(run)
+                messages.append(encode_tokens([self._streams[output.request_id] for output in plain], plain))
+            else:
+                messages += self._encode_other_outputs(list(run))
+        if messages:
+            self._connection.send_bytes(b"".join(messages))
+
+    def _encode_other_outputs(self, outputs: list[RequestOutput]) -> Iterator[bytes]:
+        short = [output for output in outputs if output.prompt_logprobs is None]
+        long = [output for output in outputs if output.prompt_logprobs is not None]
+        for part in ([short] if short else []) + [[piece] for output in long for piece in _split_output(output)]:
+            yield encode_json("outputs", {"outputs": [output.to_json() for output in part]})
         for output in outputs:
-            if output.prompt_logprobs is not None:
-                for piece in _split_output(output):
-                    self._connection.send("outputs", outputs=[piece.to_json()])
+            if output.finish_reason is not None:
+                self._streams.pop(output.request_id, None)
 
     def _send_results(self, number: int, values: list[str | list[float]]) -> None:
         """Sends the results of a call: vectors as base64, or lists of scores."""
@@ -179,7 +194,9 @@ class Worker:
         try:
             if self._deadline is not None:
                 raise RequestError("The engine is shutting down and takes no new requests.")
-            self._engine.add_request(Request.from_json(message["request"]), message["arrived"])
+            request = Request.from_json(message["request"])
+            self._engine.add_request(request, message["arrived"])
+            self._streams[request.request_id] = message["stream"]
         except Fp8ServeError as problem:
             self._connection.send("refused", request_id=message["request"]["request_id"], **describe_error(problem))
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8serve.errors import ModelError, RequestError
+from fp8serve.model.text.token_streams import ByteStream, WindowStream
 from fp8serve.model.text.tokenizer import Tokenizer
 from tests.model.oracle import CHAT_TEMPLATE, byte_fallback, byte_level, write_tokenizer
 
@@ -177,6 +178,21 @@ def test_stream_adds_up_to_decode_on_any_ids(kind: str, skip: bool, data: st.Dat
     stream = subject.stream(skip_special_tokens=skip)
     pieces = [stream.push(i) for i in ids] + [stream.flush()]
     assert "".join(pieces) == subject.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@settings(max_examples=500)
+@given(data=st.data())
+def test_bytes_are_decoded_as_the_library_decodes_windows(skip: bool, data: st.DataObject) -> None:
+    """Piece by piece: what is held back is the same, too."""
+    subject = STREAMED["byte-level"]
+    lead = [i for i in range(subject.vocab_size) if subject.token_bytes(i)[-1:] >= b"\xc0"]  # a character goes on
+    ids = data.draw(st.lists(st.integers(0, subject.vocab_size + 1) | st.sampled_from(lead), max_size=40))
+    fast, slow = subject.stream(skip), WindowStream(subject, skip)
+    assert isinstance(fast, ByteStream)
+    assert [fast.push(i) for i in ids] == [slow.push(i) for i in ids]
+    assert fast.flush() == slow.flush()
+    assert fast.push(ids[0] if ids else 0) == slow.push(ids[0] if ids else 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,6 +5,7 @@ told to fail, to stall, or to die.
 """
 
 import asyncio
+import contextlib
 import json
 import struct
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from fp8serve.engine.client import Deliver
 from fp8serve.engine.output import FinishReason, RequestOutput, TokenLogprob
 from fp8serve.engine.request import EngineLimits, Request
 from fp8serve.errors import MachineError, ModelError, RequestError
@@ -78,11 +80,30 @@ class FakeEngine:
         self.surprise = 1.0  # multiplies the log-probabilities of prompts
         self.surprised_by: set[str] = set()  # adapters that make them a hundred times as large
         self._tokenizer = byte_tokenizer()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def check(self, request: Request) -> None:
         if request.request_id in self.running:
             raise RequestError(f"A request with the id {request.request_id!r} is still running; use another id.")
         self.limits.check(request)
+
+    def submit(self, request: Request, deliver: Deliver) -> None:
+        self.check(request)
+        self._tasks[request.request_id] = asyncio.create_task(self._deliver(request, deliver))
+
+    def cancel(self, request_id: str) -> None:
+        if task := self._tasks.get(request_id):
+            task.cancel()
+
+    async def _deliver(self, request: Request, deliver: Deliver) -> None:
+        try:
+            async with contextlib.aclosing(self.generate(request)) as outputs:
+                async for output in outputs:
+                    deliver(output)
+        except Exception as error:
+            deliver(error)
+        finally:
+            del self._tasks[request.request_id]
 
     async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         self.check(request)

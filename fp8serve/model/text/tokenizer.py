@@ -1,12 +1,6 @@
 """Tokenizes and decodes text with the `tokenizers` library, and renders the model's chat template.
 
-The texts of single tokens cannot simply be concatenated: a character may span several tokens, and SentencePiece
-vocabularies drop a leading space at the beginning of a text only. `IncrementalDecoder` therefore decodes a window of
-tokens that begins with the last tokens whose text was returned, and returns the new text. It withholds text that later
-tokens may change:
-  * with byte-level BPE, a U+FFFD at the end, which may be the beginning of a character;
-  * with byte fallback (`<0xE4>` tokens), a run of byte tokens, which the library decodes as a whole.
-For any sequence of ids, the returned texts concatenate to the result of `decode`.
+`Tokenizer.stream` decodes one token after another (token_streams.py).
 
 Errors of the library, including panics of its Rust code, become a ModelError while the tokenizer is loaded and a
 TokenizerError afterwards. Loading also checks the cost of decoding (token_bounds.py).
@@ -20,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import decoders
 
 from fp8serve.errors import Fp8ServeError, ModelError, RequestError, TokenizerError, one_line, shown
 from fp8serve.model.storage.files import MAX_COPIED_FILE_BYTES, present, read_optional_json, read_text
@@ -28,16 +23,15 @@ from fp8serve.model.text.chat import NO_VARIABLES, ChatTemplate, Message
 from fp8serve.model.text.limited_process import is_limited
 from fp8serve.model.text.limited_template import LimitedTemplate, result_or_error
 from fp8serve.model.text.token_bounds import TokenLengthBound, check_decoder, token_length_bound
+from fp8serve.model.text.token_streams import ByteStream, WindowStream, byte_level_bytes
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 """The files that `Tokenizer.from_dir` reads, besides the configurations that name end-of-sequence tokens."""
 MAX_TEMPLATE_BYTES = 4 * 1024 * 1024  # the longest published template has 20 KB
-_REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _CANNOT_READ = "The model's tokenizer cannot read this text"
 _CHARS_PER_TOKEN = 8  # an upper limit of the average in most texts
 _MARGIN_TOKENS = 64  # tokens before the end of a truncated text that may differ from those of the whole text
-_MAX_WINDOW, _SHORT_WINDOW = 256, 8  # tokens of an incremental decoder's window before and after it is shortened
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -81,12 +75,14 @@ class Tokenizer:
         self.added_ids: dict[str, int] = {token.content: i for i, token in added.items()}
         self.special_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
         self._byte_level = b'"ByteLevel"' in backend.decoder.__getstate__() if backend.decoder else False
+        self._is_byte_level_only = isinstance(backend.decoder, decoders.ByteLevel)
         ends = (backend.id_to_token(i) for i in self.eos_ids)
         named = {t for t in special_tokens.values() if t in vocabulary}
         self._special_tokens = SpecialTokens(
             end=frozenset(t for t in ends if t),
             all=frozenset(t.content for t in added.values() if t.special) | named,
         )
+        self._bytes_by_id: dict[int, bytes] = {}  # of `_stream_bytes`
         self._byte_ids = frozenset(i for t, i in vocabulary.items() if _BYTE_TOKEN.fullmatch(t))
 
     @classmethod
@@ -239,16 +235,24 @@ class Tokenizer:
         if piece is None:
             return b""
         if self._byte_level:
-            return _byte_level_bytes(piece)
+            return byte_level_bytes(piece)
         single = self.token_text(token_id)
         if token_id in self._byte_ids:
             return b"" if first and not single else bytes([int(piece[3:5], 16)])
         # decoding drops a leading space only at the beginning of a text, so the second of two tokens has its full text
         return (single if first else self.decode([token_id] * 2, skip_special_tokens=False)[len(single) :]).encode()
 
-    def stream(self, skip_special_tokens: bool = True) -> "IncrementalDecoder":
+    def stream(self, skip_special_tokens: bool = True) -> ByteStream | WindowStream:
         """Returns a new incremental decoder for one output."""
-        return IncrementalDecoder(self, skip_special_tokens)
+        if self._is_byte_level_only and not self._byte_ids:
+            return ByteStream(self._stream_bytes, self.special_ids if skip_special_tokens else frozenset())
+        return WindowStream(self, skip_special_tokens)
+
+    def _stream_bytes(self, token_id: int) -> bytes:
+        """Returns the bytes of a token of a byte-level vocabulary. The bytes of tokens that occurred are stored."""
+        if (result := self._bytes_by_id.get(token_id)) is None:
+            result = self._bytes_by_id[token_id] = self.token_bytes(token_id) if 0 <= token_id < 1 << 32 else b""
+        return result
 
     def chat(
         self, messages: list[Message], add_generation_prompt: bool = True, variables: Mapping[str, Any] = NO_VARIABLES
@@ -319,69 +323,6 @@ def _check_unicode(text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError:
         raise RequestError("The text holds half of a surrogate pair, which is not valid Unicode.") from None
-
-
-class IncrementalDecoder:
-    """Decodes one token after another; the module's docstring says which text it withholds."""
-
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
-        self._tokenizer, self._skip_special = tokenizer, skip_special_tokens
-        self._window: list[int] = []  # begins with the tokens of the last returned text, as context
-        self._context = 0  # number of context tokens in the window
-        self._returned = 0  # number of characters of the window's text that were returned
-
-    def push(self, token_id: int) -> str:
-        """Adds a token and returns the new text that no later token can change, which may be empty."""
-        if self._skip_special and token_id in self._tokenizer.special_ids:
-            return ""
-        self._window.append(token_id)
-        if self._tokenizer.is_byte_token(token_id):
-            return ""
-        text = self._text()
-        is_incomplete = text.endswith(_REPLACEMENT)
-        new_text = text[self._returned : len(text) - 1] if is_incomplete else text[self._returned :]
-        self._returned += len(new_text)
-        if new_text and not is_incomplete:
-            del self._window[: self._context]  # the tokens of `new_text` are the next context
-            self._context = len(self._window)
-            self._returned = len(self._text())
-        elif len(self._window) > _MAX_WINDOW:
-            self._shorten_window(text)
-        return new_text
-
-    def flush(self) -> str:
-        """Returns the withheld text at the end of the output and resets the decoder."""
-        withheld = self._text()[self._returned :] if self._window else ""
-        self._window, self._context, self._returned = [], 0, 0
-        return withheld
-
-    def _shorten_window(self, text: str) -> None:
-        """Drops all but the last tokens of the window if they decode to the end of `text`. Without this, the
-        window would grow for as long as a model generates only empty tokens or parts of characters."""
-        last_tokens = self._window[-_SHORT_WINDOW:]
-        suffix, withheld = self._tokenizer.decode(last_tokens, self._skip_special), len(text) - self._returned
-        if text.endswith(suffix) and withheld <= len(suffix):
-            self._window, self._context, self._returned = last_tokens, 0, len(suffix) - withheld
-
-    def _text(self) -> str:
-        return self._tokenizer.decode(self._window, self._skip_special)
-
-
-def _byte_symbols() -> dict[str, int]:
-    """Returns the byte for each printable character that represents a byte in a byte-level BPE vocabulary."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    unprintable = sorted(set(range(256)) - set(printable))
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(unprintable)}
-
-
-_BYTE_SYMBOLS = _byte_symbols()
-
-
-def _byte_level_bytes(piece: str) -> bytes:
-    """Returns the bytes of a vocabulary entry; an entry with a character that represents no byte is an added token."""
-    if all(symbol in _BYTE_SYMBOLS for symbol in piece):
-        return bytes(_BYTE_SYMBOLS[symbol] for symbol in piece)
-    return piece.encode()
 
 
 def _id_of(backend: tokenizers.Tokenizer, token: str | None) -> int | None:

@@ -21,7 +21,7 @@ from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import RequestError
 from fp8serve.server.access.limits import TenantRequest
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.http.streams import EventStream, event, until_disconnect
+from fp8serve.server.http.streams import EventStream, WriteChunk, event, until_disconnect
 from fp8serve.server.parsing.request_parser import Ids, Prompt, RequestParser
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.admission import Reservation
@@ -103,7 +103,8 @@ async def admit(
     `tool_schemas` are the argument schemas by tool, so that an error can name the tool whose schema is invalid.
     """
     _check_prompt_logprobs(prompts, params, choices, state.settings.limits.prompt_logprobs)
-    await until_disconnect(request, _check_grammar(params, tool_schemas or {}, state.parser))
+    if params.has_grammar:
+        await until_disconnect(request, _check_grammar(params, tool_schemas or {}, state.parser))
     if params.logprobs is not None or params.prompt_logprobs is not None:
         await until_disconnect(request, state.parser.load_token_texts(served))
     echoes = []
@@ -196,6 +197,19 @@ class Renderer(ABC, Generic[DeltaT, ResponseT]):
         """Returns an event as the bytes of the stream."""
         return event(item)
 
+    def encode_plain(self, outputs: Sequence[tuple[int, RequestOutput]]) -> bytes | None:
+        """Returns the bytes of outputs of text alone, or None if `encode_outputs` must write them. Stores nothing that
+        a second call would not store again."""
+        return None
+
+    def encode_outputs(self, outputs: Sequence[tuple[int, RequestOutput]]) -> bytes:
+        """Stores outputs with their indexes and returns their events as the bytes of the stream."""
+        return b"".join(
+            self.encode(item)
+            for index, output in outputs
+            for item in self.events(index, output, self.add(index, output))
+        )
+
 
 async def respond(
     renderer: Renderer[Any, ResponseT], request: Request, state: ServerState, stream: bool | None
@@ -208,9 +222,10 @@ async def respond(
 
 
 async def _collect(renderer: Renderer[Any, ResponseT]) -> ResponseT:
-    async with contextlib.aclosing(renderer.generation.outputs()) as outputs:
-        async for index, output in outputs:
-            renderer.add(index, output)
+    async with contextlib.aclosing(renderer.generation.outputs()) as batches:
+        async for outputs in batches:
+            for index, output in outputs:
+                renderer.add(index, output)
     return renderer.response()
 
 
@@ -226,27 +241,30 @@ def _stream(renderer: Renderer[Any, Any], state: ServerState) -> EventStream:
         generation.discard()  # the client may disconnect before the first output is read
         state.streams.release()
 
-    return EventStream(_encoded_events(renderer), state.settings.limits.keep_alive_seconds, close)
+    def write_plain(write: WriteChunk) -> None:
+        def write_directly(outputs: list[tuple[int, RequestOutput]]) -> bool:
+            events = renderer.encode_plain(outputs)
+            return events == b"" or (events is not None and write(events))
+
+        generation.write_directly = write_directly
+
+    keep_alive = state.settings.limits.keep_alive_seconds
+    return EventStream(_encoded_events(renderer), keep_alive, close, on_start=write_plain)
 
 
 async def _encoded_events(renderer: Renderer[Any, Any]) -> AsyncGenerator[bytes, None]:
+    """Yields the bytes of a stream. Events of outputs that arrived together are one chunk."""
     try:
-        async with contextlib.aclosing(_events(renderer)) as events:
-            async for item in events:
-                yield renderer.encode(item)
+        if opening := b"".join(map(renderer.encode, renderer.opening())):
+            yield opening
+        async with contextlib.aclosing(renderer.generation.outputs()) as batches:
+            async for outputs in batches:
+                plain = renderer.encode_plain(outputs)
+                if events := renderer.encode_outputs(outputs) if plain is None else plain:
+                    yield events
+        closing = b"".join(map(renderer.encode, renderer.closing()))
     except Fault as fault:
         logs.bind(error=fault.code.value)
-        yield renderer.encode(renderer.failure(fault))
-    if renderer.END:
-        yield renderer.END
-
-
-async def _events(renderer: Renderer[Any, Any]) -> AsyncGenerator[JsonObject, None]:
-    for item in renderer.opening():
-        yield item
-    async with contextlib.aclosing(renderer.generation.outputs()) as outputs:
-        async for index, output in outputs:
-            for item in renderer.events(index, output, renderer.add(index, output)):
-                yield item
-    for item in renderer.closing():
-        yield item
+        closing = renderer.encode(renderer.failure(fault))
+    if closing or renderer.END:
+        yield closing + renderer.END

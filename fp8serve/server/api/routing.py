@@ -48,7 +48,12 @@ def state_of(request: Request) -> ServerState:
     return state
 
 
-StateDep = Annotated[ServerState, Depends(state_of)]
+async def _state(request: Request) -> ServerState:
+    """Does what `state_of` does. FastAPI would run a dependency that is not asynchronous in another thread."""
+    return state_of(request)
+
+
+StateDep = Annotated[ServerState, Depends(_state)]
 PageSize = Annotated[int, Query(ge=1, le=1000)]
 IdempotencyKey = Annotated[str | None, Header(max_length=255)]
 

@@ -5,6 +5,8 @@ header; then the server sends 408. `send_seconds` limits how long a client may a
 then the connection is reset, which aborts the generation. uvicorn itself closes connections that are idle between two
 requests. `body_limits.py` and `uploads.py` limit the time for bodies.
 
+Event streams write their chunks through `write_chunk`, which frames them as h11 does, at a fraction of the time.
+
 Files and engine processes need file descriptors, too, so connections may use only some of them (`ConnectionLimit`).
 A client without a key cannot lock out others by opening many connections: if the limit is reached, the connection that
 has waited longest for a request is closed. The new connection is refused with 503 if all others have a request.
@@ -17,9 +19,11 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from fp8serve.server.http.streams import WRITE_CHUNK
 from fp8serve.server.settings import ServerLimits
 
 log = logging.getLogger("fp8serve.server")
@@ -171,6 +175,16 @@ class TimedProtocol(H11Protocol):
         if not self._is_between_requests:
             self.open_connections.remove_waiting(self)
             self._close_if_ambiguous()
+            self.scope["extensions"] = {WRITE_CHUNK: self.write_chunk}  # type: ignore[dict-item]
+
+    def write_chunk(self, data: bytes) -> bool:
+        """Writes a part of the response's body. Returns False if it must be passed to `send`: if the client is slow or
+        gone, or if the body is not chunked."""
+        is_chunked = self.conn.our_state is h11.SEND_BODY and self.conn.their_http_version == b"1.1"
+        if not data or not is_chunked or self.flow.write_paused or self.cycle.disconnected:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     def on_response_complete(self) -> None:
         super().on_response_complete()  # this starts the next request if it has arrived

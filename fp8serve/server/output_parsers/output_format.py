@@ -212,6 +212,11 @@ class OutputParser:
         self._reasoning = None if reasoning is None else IncrementalParser(reasoning)
         self._calls = None if calls is None else IncrementalParser(calls)
 
+    @property
+    def parses_nothing(self) -> bool:
+        """Whether all text is content."""
+        return self._reasoning is None and self._calls is None
+
     def parse(self, text: str, is_last: bool, is_truncated: bool = False) -> list[Part]:
         """Returns the parts that `text` makes certain, and all remaining parts if `text` is the last of the output.
         `is_truncated` says that a limit or a stop string ended the output, not the model.

@@ -71,6 +71,11 @@ class MessageBuilder:
         self._unsent: list[JsonObject] = []
         self._stop_reason: str | int | None = None
 
+    @property
+    def parses_nothing(self) -> bool:
+        """Whether all text of the outputs is content."""
+        return self._parser.parses_nothing
+
     def add(self, output: RequestOutput) -> None:
         self._stop_reason = output.stop_reason
         is_last = output.finish_reason is not None
@@ -139,12 +144,13 @@ def _reasoning_fields(text: str) -> JsonObject:
 class ChatRenderer(CompletionRenderer[ChatCompletion]):
     """Writes `chat.completion` objects and `chat.completion.chunk` objects."""
 
-    PREFIX, OBJECT, CHUNK = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    PREFIX, OBJECT, CHUNK, TEXT_FIELD = "chatcmpl", "chat.completion", "chat.completion.chunk", "content"
 
     def __init__(self, body: ChatBody, generation: Generation) -> None:
         super().__init__(body, generation)
         new_id = partial(new_call_id, body, generation.served, "call")
         self._builders = [MessageBuilder(output_parser(body, generation), new_id) for _ in generation.requests]
+        self._parses_nothing = self._builders[0].parses_nothing
         self._has_sent_role: set[int] = set()  # indexes of choices
 
     def add(self, index: int, output: RequestOutput) -> list[PositionedToken]:
@@ -185,6 +191,13 @@ class ChatRenderer(CompletionRenderer[ChatCompletion]):
                     "finish_reason": builder.finish_reason(output.finish_reason) if is_last else None,
                 }
             )
+
+    @property
+    def has_plain_chunks(self) -> bool:
+        return super().has_plain_chunks and self._parses_nothing and 0 in self._has_sent_role
+
+    def text_choice(self, text: str) -> JsonObject:
+        return {"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
 
     def _logprobs(self, tokens: list[PositionedToken] | None) -> JsonObject | None:
         return None if tokens is None else chat_logprobs(tokens, self.tokenizer)

@@ -28,7 +28,7 @@ from fp8serve.server.api.openai.logprobs import (
 )
 from fp8serve.server.api.routing import STREAM, BoundedRoute, CachedTokens, JsonObject, ResponseModel, StateDep
 from fp8serve.server.faults import Fault
-from fp8serve.server.http.streams import DONE
+from fp8serve.server.http.streams import DONE, to_json
 from fp8serve.server.schemas.openai_bodies import CompletionBody, SamplingBody
 from fp8serve.server.serving.generation import Generation
 
@@ -97,6 +97,8 @@ class CompletionRenderer(Renderer[list[PositionedToken], ResponseT]):
     PREFIX: ClassVar[str]
     OBJECT: ClassVar[str]
     CHUNK: ClassVar[str]
+    TEXT_FIELD: ClassVar[str]
+    """The field of a chunk that has the new text."""
 
     def __init__(self, body: SamplingBody, generation: Generation) -> None:
         super().__init__(generation)
@@ -105,6 +107,7 @@ class CompletionRenderer(Renderer[list[PositionedToken], ResponseT]):
         self.tokenizer = generation.served.tokenizer
         self.params = generation.requests[0].params
         self.choices = [ChoiceState(LogprobStream(self.tokenizer, self.params)) for _ in generation.requests]
+        self._plain_chunk: tuple[bytes, bytes] | None = None  # around the text of a chunk that has only text
 
     @abstractmethod
     def choice(self, index: int, choice: ChoiceState) -> JsonObject:
@@ -118,6 +121,30 @@ class CompletionRenderer(Renderer[list[PositionedToken], ResponseT]):
             prompt_logprobs = prompt_logprobs_by_id(output.prompt_logprobs, self.body.prompt_logprobs, self.tokenizer)
             self.choices[index].prompt_logprobs = prompt_logprobs
         return self.choices[index].add(output)
+
+    @property
+    def has_plain_chunks(self) -> bool:
+        """Whether an output of text alone adds nothing but text to the stream, so that its chunk is always the same."""
+        return len(self.choices) == 1 and self.params.logprobs is None and not self.body.continuous_usage
+
+    @abstractmethod
+    def text_choice(self, text: str) -> JsonObject:
+        """Returns the choice of a chunk that has only text, if the stream `has_plain_chunks`."""
+
+    def encode_plain(self, outputs: Sequence[tuple[int, RequestOutput]]) -> bytes | None:
+        """Writes outputs of text alone as one chunk, whose bytes around the text are made once."""
+        if not (self.has_plain_chunks and all(output.has_only_text for _, output in outputs)):
+            return None
+        text = "".join(output.text_delta for _, output in outputs)
+        self.choices[0].tokens = outputs[-1][1].num_generated
+        if not text:
+            return b""
+        if self._plain_chunk is None:
+            field = f'"{self.TEXT_FIELD}":'
+            before, after = to_json(self._chunk(self.text_choice(""))).split(f'{field}""')
+            self._plain_chunk = f"data: {before}{field}".encode(), f"{after}\n\n".encode()
+        before_text, after_text = self._plain_chunk
+        return before_text + to_json(text).encode() + after_text
 
     def _response_fields(self) -> JsonObject:
         choices = [self.choice(i, choice) for i, choice in enumerate(self.returned_choices())]
@@ -161,7 +188,7 @@ def _token_counts(prompt: int, completion: int) -> JsonObject:
 class TextRenderer(CompletionRenderer[Completion]):
     """Writes `text_completion` objects."""
 
-    PREFIX, OBJECT, CHUNK = "cmpl", "text_completion", "text_completion"
+    PREFIX, OBJECT, CHUNK, TEXT_FIELD = "cmpl", "text_completion", "text_completion", "text"
 
     def __init__(self, body: CompletionBody, generation: Generation) -> None:
         super().__init__(body, generation)
@@ -189,15 +216,16 @@ class TextRenderer(CompletionRenderer[Completion]):
             yield self._chunk(self._echo(index, output))
         visible = self._visible(output)
         if visible.text_delta or delta or visible.finish_reason is not None:
-            yield self._chunk(
-                {
-                    "index": index,
-                    "text": visible.text_delta,
-                    "logprobs": self._logprobs(delta or None),
-                    "finish_reason": visible.finish_reason,
-                    "stop_reason": visible.stop_reason,
-                }
-            )
+            reasons = {"finish_reason": visible.finish_reason, "stop_reason": visible.stop_reason}
+            logprobs = self._logprobs(delta or None)
+            yield self._chunk({"index": index, "text": visible.text_delta, "logprobs": logprobs} | reasons)
+
+    @property
+    def has_plain_chunks(self) -> bool:
+        return super().has_plain_chunks and not self._unsent_echoes and not self._hides_completion
+
+    def text_choice(self, text: str) -> JsonObject:
+        return {"index": 0, "text": text, "logprobs": None, "finish_reason": None, "stop_reason": None}
 
     def _visible(self, output: RequestOutput) -> RequestOutput:
         """Returns the output, without its token if the request asks for no new tokens (`max_tokens: 0`)."""
