@@ -320,7 +320,7 @@ def test_smollm2_survives_a_planted_outlier(
     assert kl(figures["harmed"]) > 1.5 * kl(figures["usual"])
     assert kl(figures["smooth"]) < 1.2 * kl(figures["usual"])
     (found,) = [f for f in findings(figures["harmed"]) if "--smoothing" in f.text]
-    assert "layer 15 into gate, up (channel 100: " in found.text
+    assert "layer 15 gate/up input (channel 100: " in found.text
     smoothing = figures["smooth"].smoothing
     assert smoothing is not None
     assert norm in smoothing.pairs
