@@ -228,7 +228,7 @@ OTHERS = {
     "server/finetuning/job_runner.py": "what a job's process wrote",
     "model/export.py": "writes",
     "model/gguf/reader.py": "the GGUF file that a person named, whose kind `open_file` has checked",
-    "engine/client.py": "/proc",
+    "processes.py": "/proc",
     "engine/grammar.py": "the engine's own temporary file",
     "train/events.py": "writes",
     "train/finetune.py": "writes",
@@ -236,6 +236,7 @@ OTHERS = {
     "train/reporting.py": "wandb's id, which the run wrote",
     "train/token_cache.py": "what the run wrote itself, by its digest; sources of this program",
     "train/methods/grpo/grading.py": "an address",
+    "model/network/norms.py": "an embedding from a tensor",
     "model/storage": "the place itself",
 }
 
