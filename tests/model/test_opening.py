@@ -228,6 +228,7 @@ OTHERS = {
     "server/finetuning/job_runner.py": "what a job's process wrote",
     "model/export.py": "writes",
     "model/gguf/reader.py": "the GGUF file that a person named, whose kind `open_file` has checked",
+    "engine/client.py": "/proc",
     "processes.py": "/proc",
     "engine/grammar.py": "the engine's own temporary file",
     "train/events.py": "writes",
