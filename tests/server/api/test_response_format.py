@@ -125,7 +125,7 @@ async def test_a_good_form_is_read_once(start: Start, monkeypatch: pytest.Monkey
         monkeypatch.setattr(server.state.parser.pool, "run", counted)
         for _ in range(3):
             await server.client.post("/v1/completions", json={"prompt": "x", "guided_regex": "[ab]+"})
-        assert jobs.count("form") == 1
+        assert jobs.count("check_grammar") == 1
 
 
 @pytest.mark.parametrize(
