@@ -159,7 +159,7 @@ class Submissions:
                 await asyncio.to_thread(read_files, config, files)
             else:
                 request = {"config": config.to_json(), "files": list(files)}
-                await self.parser.inspect_rows("rows", json.dumps(request).encode())
+                await self.parser.inspect_rows("check_rows", json.dumps(request).encode())
         except DataError as error:
             raise Fault(Code.INVALID_PARAMETER, str(error), param=param) from None
 
