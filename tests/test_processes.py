@@ -26,6 +26,7 @@ OTHER_STARTS = {
     "fp8serve.bench.figures": "git",
     "fp8serve.bench.quality_peers": "a command that the user gives",
     "fp8serve.doctor": "compilers and nvidia-smi",
+    "fp8serve.model.device": "torch/version.py, which it runs in its own process",
     "fp8serve.server.finetuning.job_runner": "the command that job_runner makes",
 }
 """Modules that start a process and do not make its command by `module_command`."""

@@ -169,7 +169,7 @@ def test_without_a_reference_nothing_is_kept(dpo: Configure) -> None:
 def test_other_held_out_pairs_have_no_reference_once_a_run_has_begun(dpo: Configure, tmp_path: Path) -> None:
     first, second = (write_lines(tmp_path / f"{i}.jsonl", PAIRS[i : i + 3]) for i in (3, 6))
     Trainer(dpo(max_steps=2, eval_data=[str(first)], on_divergence="keep")).run()
-    with pytest.raises(JobError, match="reference scores for other pairs than data and eval_data"):
+    with pytest.raises(JobError, match="reference scores of other pairs than those of data and eval_data"):
         Trainer(dpo(max_steps=3, eval_data=[str(second)], on_divergence="keep")).run()
     assert Trainer(dpo(max_steps=3)).run().step == 3
 
